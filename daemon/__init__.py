@@ -1,0 +1,1 @@
+"""The long-running daemon: tails shards, joins rewards, builds samples, schedules training."""

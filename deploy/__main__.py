@@ -1,0 +1,7 @@
+"""``python -m deploy``: the ``ridealong`` command of this very interpreter."""
+
+import sys
+
+from deploy.cli import main
+
+sys.exit(main())

@@ -1,0 +1,190 @@
+"""The ``ridealong`` command. Each subcommand imports only what it runs: the sidecar stays light."""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deploy.errors import UserError
+
+
+def _config(args: argparse.Namespace, flags: dict[str, str]) -> Any:
+    """Load the configuration file and lay this command's flags and ``--set`` values over it."""
+    from deploy import config
+
+    overrides = {
+        key: getattr(args, flag) for flag, key in flags.items() if getattr(args, flag) is not None
+    }
+    for assignment in args.set:
+        key, equals, value = assignment.partition("=")
+        if not equals or "." not in key:
+            raise UserError(f"--set {assignment}: write it as section.key=value")
+        overrides[key] = _literal(value)
+    return config.load(args.config, overrides)
+
+
+def _literal(text: str) -> Any:
+    """Read a ``--set`` value as JSON where it is JSON, else as text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _sidecar(args: argparse.Namespace) -> int:
+    from sidecar.program import run
+
+    flags = {
+        "upstream": "sidecar.upstream",
+        "listen": "sidecar.listen",
+        "admin": "sidecar.admin",
+        "traces": "sidecar.traces",
+    }
+    return run(_config(args, flags).sidecar)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from deploy.serve import run
+
+    flags = {"model": "serve.model", "host": "serve.host", "port": "serve.port"}
+    return run(_config(args, flags).serve, args.vllm_flags)
+
+
+def _daemon(args: argparse.Namespace) -> int:
+    from daemon.program import run
+
+    flags = {
+        "traces": "daemon.traces",
+        "directory": "daemon.directory",
+        "engine": "daemon.engine",
+        "model": "daemon.model",
+        "listen": "daemon.listen",
+    }
+    config = _config(args, flags)
+    return run(config.daemon, config.trainer, config.swap)
+
+
+def _up(args: argparse.Namespace) -> int:
+    from deploy.up import run
+
+    return run(args.config, _config(args, {}))
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from deploy.demo.program import run
+
+    return run(args)
+
+
+def _reward(args: argparse.Namespace) -> int:
+    from daemon.client import DaemonClient
+
+    reply = DaemonClient(args.daemon).reward(
+        value=args.value, run=args.run, call=args.call, name=args.name, key=args.key
+    )
+    print(json.dumps(reply))
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    from daemon.client import DaemonClient, format_status
+
+    status = DaemonClient(args.daemon).status()
+    print(json.dumps(status, indent=2) if args.json else format_status(status))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from deploy import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="ridealong",
+        description="Record an unmodified agent's model calls token-exactly, train the served"
+        " model from them, and swap its weights while it serves.",
+    )
+    parser.add_argument("--version", action="version", version=f"ridealong {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True)
+
+    def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> Any:
+        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        sub.set_defaults(function=function)
+        return sub
+
+    def configured(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration")
+        sub.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="SECTION.KEY=VALUE",
+            help="override one key of the configuration; may be repeated",
+        )
+
+    sub = command("sidecar", _sidecar, "run the recording proxy beside an agent")
+    sub.add_argument("--upstream", metavar="URL", help="the model server")
+    sub.add_argument("--listen", metavar="HOST:PORT", help="where the agent connects")
+    sub.add_argument("--admin", metavar="HOST:PORT", help="health and metrics")
+    sub.add_argument("--traces", metavar="DIR", help="folder for trace shards")
+    configured(sub)
+
+    sub = command("serve", _serve, "start vLLM with the token tap and the weight transfer")
+    sub.add_argument("--model", metavar="DIR", help="Hugging Face model folder")
+    sub.add_argument("--host")
+    sub.add_argument("--port", type=int)
+    configured(sub)
+    sub.set_defaults(passes_flags_on=True, vllm_flags=[])
+
+    sub = command("daemon", _daemon, "run the daemon: traces to samples to training to weights")
+    sub.add_argument("--traces", metavar="DIR", help="folder with trace shards")
+    sub.add_argument("--directory", metavar="DIR", help="state, weights and checkpoints")
+    sub.add_argument("--engine", metavar="URL", help="the vLLM that serves the model")
+    sub.add_argument("--model", metavar="DIR", help="the model that training starts from")
+    sub.add_argument("--listen", metavar="HOST:PORT", help="the daemon's API")
+    configured(sub)
+
+    sub = command("up", _up, "run serve, sidecar and daemon on this machine")
+    configured(sub)
+
+    sub = command("demo", _demo, "show the whole loop on a small model, on this machine")
+    sub.add_argument("--steps", type=int, metavar="N", help="training steps (default: the demo's)")
+    sub.add_argument("--seed", type=int, default=0, help="seed of tasks and training (default: 0)")
+    sub.add_argument("--directory", type=Path, default=Path("runs/demo"), help="default: runs/demo")
+
+    sub = command("reward", _reward, "give a run or a call a reward")
+    target = sub.add_mutually_exclusive_group(required=True)
+    target.add_argument("--run", metavar="ID")
+    target.add_argument("--call", metavar="ID")
+    sub.add_argument("--value", type=float, required=True)
+    sub.add_argument("--name", default="reward", help="which reward (default: reward)")
+    sub.add_argument("--key", help="idempotency key: posting it again changes nothing")
+    _daemon_url(sub)
+
+    sub = command("status", _status, "say where every call and sample is")
+    sub.add_argument("--json", action="store_true", help="the daemon's answer as it is")
+    _daemon_url(sub)
+    return parser
+
+
+def _daemon_url(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--daemon", default="http://127.0.0.1:8790", metavar="URL", help="the daemon's API"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns its exit status: 0 done, 1 failed, 2 for the user to put right."""
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown and not getattr(args, "passes_flags_on", False):
+        parser.error(f"unrecognised arguments: {' '.join(unknown)}")
+    args.vllm_flags = unknown
+    try:
+        return int(args.function(args))
+    except UserError as error:
+        print(f"ridealong {args.command}: {error}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 130

@@ -1,0 +1,1 @@
+"""Exact tokens: the engine-side token tap, the checks, the sample tree."""

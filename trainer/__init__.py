@@ -1,0 +1,1 @@
+"""verl updates in their own process, checkpoints, and the hot swap into vLLM."""
