@@ -1,7 +1,7 @@
 """One TOML file configures every program; each package owns its section.
 
-A section is a ``msgspec.Struct`` whose keys all have a default, a type and a description
-(``describe``). Unknown keys and wrong types are errors that name the key.
+A section is a ``msgspec.Struct`` whose keys all have a default, a type and a description. Unknown
+keys and wrong types are errors that name the key. ``python -m deploy.config`` prints the reference.
 """
 
 import tomllib
@@ -55,22 +55,39 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> Config:
         ) from None
 
 
-def describe() -> list[tuple[str, str, Any, str]]:
-    """Return (key, type, default, description) of every key, in file order."""
-    rows = []
+def reference() -> str:
+    """Return docs/configuration.md: every key with its type, default and description."""
+    lines = [
+        "# Configuration",
+        "",
+        "One TOML file for all programs: `--config FILE`; `--set section.key=value` overrides one",
+        "key. Every key has the default shown here; an unknown key is an error.",
+        "`deploy/ridealong.example.toml` is a starting point.",
+    ]
     for section in msgspec.structs.fields(Config):
+        lines += ["", f"## [{section.name}]", "", "| key | type | default | |", "|---|---|---|---|"]
         for item in msgspec.structs.fields(section.type):
-            info = msgspec.inspect.type_info(item.type)
-            description = ""
-            if isinstance(info, msgspec.inspect.Metadata):
-                description = (info.extra_json_schema or {}).get("description", "")
-                info = info.type
-            rows.append(
-                (
-                    f"{section.name}.{item.encode_name}",
-                    type(info).__name__.removesuffix("Type").lower(),
-                    item.default,
-                    description,
-                )
+            kind, description = _kind(item.type)
+            value = (
+                item.default
+                if item.default_factory is msgspec.NODEFAULT
+                else item.default_factory()
             )
-    return rows
+            default = msgspec.json.encode(value).decode()
+            lines.append(f"| `{item.encode_name}` | {kind} | `{default}` | {description} |")
+    return "\n".join(lines) + "\n"
+
+
+def _kind(annotation: Any) -> tuple[str, str]:
+    """Return a key's type in words and its description."""
+    info, description = msgspec.inspect.type_info(annotation), ""
+    while isinstance(info, msgspec.inspect.Metadata):
+        description = (info.extra_json_schema or {}).get("description", description)
+        info = info.type
+    if isinstance(info, msgspec.inspect.LiteralType):
+        return " or ".join(f"`{value}`" for value in info.values), description
+    return type(info).__name__.removesuffix("Type").lower(), description
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
