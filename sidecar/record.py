@@ -16,10 +16,11 @@ SCHEMA_VERSION = 1
 
 Route = Literal["chat", "completions", "responses", "messages", "other"]
 Outcome = Literal["complete", "cancelled", "upstream_error", "sidecar_stopped"]
+TapSource = Literal["inline", "pulled", "none"]
 
 
 class Body(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Raw body bytes: ``text`` when they are valid UTF-8 (``zstdcat`` stays readable), else ``b64``."""
+    """Raw body bytes: ``text`` where they are UTF-8 (``zstdcat`` stays readable), else ``b64``."""
 
     text: str | None = None
     b64: str | None = None
@@ -86,7 +87,7 @@ class Exchange(msgspec.Struct, frozen=True, omit_defaults=True, tag="exchange"):
     error: str | None = None
     tap: list[str] = []
     """The token tap's JSON lines, undecoded (``tokenization.tap.wire``)."""
-    tap_source: Literal["inline", "pulled", "none"] = "none"
+    tap_source: TapSource = "none"
     """``pulled``: fetched from the tap's endpoint after the client had cancelled."""
     v: int = SCHEMA_VERSION
 

@@ -1,0 +1,195 @@
+"""One exchange while it goes by: what was teed off so far, and the record it becomes. No I/O."""
+
+import os
+import time
+
+from sidecar import redact, routes
+from sidecar.record import (
+    Body,
+    Exchange,
+    Outcome,
+    Request,
+    Response,
+    Route,
+    Session,
+    TapSource,
+)
+from sidecar.strip import BodyCutter, Cutter, NoCutter, SseCutter
+from tokenization.tap import wire
+
+Headers = list[tuple[str, str]]
+
+
+def new_id() -> str:
+    """Return a UUIDv7 as 32 hex characters: Unix milliseconds, then random bits (RFC 9562)."""
+    milliseconds = time.time_ns() // 1_000_000
+    bits = (milliseconds << 80) | int.from_bytes(os.urandom(10))
+    bits = bits & ~(0xF << 76) | (0x7 << 76)
+    bits = bits & ~(0x3 << 62) | (0x2 << 62)
+    return f"{bits:032x}"
+
+
+def new_nonce() -> str:
+    """Return what marks one call's tap lines: 128 random bits that no model output can guess."""
+    return os.urandom(16).hex()
+
+
+class Call:
+    """The state of one exchange, fed by the proxy in the order in which things happen."""
+
+    def __init__(
+        self,
+        *,
+        route: Route,
+        session: Session,
+        method: str,
+        path: str,
+        headers: Headers,
+        nonce: str | None,
+        started: float,
+    ) -> None:
+        self.route: Route = route
+        self.nonce = nonce
+        self.authorization = next((v for k, v in headers if k.lower() == "authorization"), None)
+        self.chunks = 0
+        """Pieces of the reply's body that came from upstream."""
+        self.status: int | None = None
+        self.streamed = False
+        """The reply is an event stream."""
+        self.pulled: list[str] | None = None
+        """Tap lines fetched after the client had gone."""
+        self.rest = b""
+        """The last bytes of a complete reply, yet to go to the agent."""
+        self.recorded = False
+        """Its record has been handed on."""
+
+        self._id = new_id()
+        self._session = session
+        self._method = method
+        self._path = path
+        self._headers = headers
+        self._started = started
+        self._request = bytearray()
+        self._reply = bytearray()
+        self._reply_headers: Headers = []
+        self._first_byte: float | None = None
+        self._cutter: Cutter = NoCutter()
+        self._last_event = b""
+
+    def request_chunk(self, data: bytes) -> None:
+        """Keep a piece of the request's body."""
+        self._request += data
+
+    def begin_reply(self, status: int, headers: Headers, at: float) -> int | None:
+        """Take the reply's status and headers, and decide how its body is cut.
+
+        Returns the true length of the body where the tap's lines follow it; the reply that goes on
+        to the agent must then announce this length, and lack the tap's header.
+        """
+        self.status, self._first_byte = status, at
+        fields = {name.lower(): value for name, value in headers}
+        self.streamed = fields.get("content-type", "").startswith("text/event-stream")
+        tapped = _length(fields.get(wire.LENGTH_HEADER)) if self.nonce else None
+        length = tapped if tapped is not None else _length(fields.get("content-length"))
+        if self.streamed and self.nonce and "content-encoding" not in fields:
+            self._cutter = SseCutter(self.nonce)
+        elif not self.streamed and length is not None:
+            self._cutter = BodyCutter(length, self.nonce or "")
+        else:
+            tapped = None
+        self._reply_headers = headers
+        if tapped is not None:
+            self._reply_headers = [
+                (name, str(tapped) if name.lower() == "content-length" else value)
+                for name, value in headers
+                if name.lower() != wire.LENGTH_HEADER
+            ]
+        return tapped
+
+    def reply_chunk(self, data: bytes) -> bytes:
+        """Take a piece of the reply's body; return what goes on to the agent now."""
+        self.chunks += 1
+        passed = self._cutter.feed(data)
+        if self._last_event:
+            self._last_event += passed
+            return b""
+        if self._cutter.lines and self.streamed:
+            # The engine ends a tapped stream right after its last event. Held back until then, the
+            # agent can't hang up before the call is known to be complete and is recorded.
+            last = routes.last_event(self.route, passed)
+            if last > 0 or (last == 0 and self._reply[-1:] in (b"", b"\n")):
+                passed, self._last_event = passed[:last], passed[last:]
+        self._reply += passed
+        return passed
+
+    def end_reply(self) -> None:
+        """The reply is complete: ``rest`` is now what was held back of it."""
+        self.rest = self._last_event + self._cutter.finish()
+        self._last_event = b""
+        self._reply += self.rest
+
+    def agent_saw_the_end(self) -> bool:
+        """Say whether the agent has received the last event of a stream, whole."""
+        reply = bytes(self._reply)
+        return (
+            self.streamed
+            and reply.endswith((b"\n\n", b"\r\n\r\n"))
+            and routes.last_event(self.route, reply) >= 0
+        )
+
+    @property
+    def tap_lines(self) -> list[str]:
+        """The tap's lines, wherever they came from."""
+        return self.pulled if self.pulled is not None else self._cutter.lines
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes of the request's body so far."""
+        return len(self._request)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes of the reply's body so far, without tap lines."""
+        return len(self._reply)
+
+    def record(
+        self, outcome: Outcome, upstream: str, ended: float, error: str | None = None
+    ) -> Exchange:
+        """Return the record of this exchange, without credentials."""
+        bodies = self.route != "other"
+        response = None
+        if self.status is not None:
+            response = Response(
+                status=self.status,
+                headers=redact.headers(self._reply_headers),
+                body=Body.of(bytes(self._reply)) if bodies else None,
+            )
+        return Exchange(
+            id=self._id,
+            route=self.route,
+            session=self._session,
+            upstream=upstream,
+            request=Request(
+                method=self._method,
+                path=redact.url(self._path),
+                headers=redact.headers(self._headers),
+                body=Body.of(bytes(self._request)) if bodies else None,
+            ),
+            started=self._started,
+            ended=ended,
+            outcome=outcome,
+            response=response,
+            first_byte=self._first_byte,
+            error=error,
+            tap=self.tap_lines,
+            tap_source=self._tap_source(),
+        )
+
+    def _tap_source(self) -> TapSource:
+        if not self.tap_lines:
+            return "none"
+        return "inline" if self.pulled is None else "pulled"
+
+
+def _length(value: str | None) -> int | None:
+    return int(value) if value is not None and value.isdecimal() else None

@@ -1,0 +1,63 @@
+"""Which request is a model call, whose run it belongs to, and how its reply ends. Pure."""
+
+import re
+
+from sidecar.record import Route
+
+_RUN_PREFIX = re.compile(r"/r/([A-Za-z0-9][A-Za-z0-9._-]{0,127})(?=[/?]|$)")
+_CALLS: dict[str, Route] = {
+    "/chat/completions": "chat",
+    "/completions": "completions",
+    "/responses": "responses",
+    "/messages": "messages",
+}
+# How the last event of a stream begins, by the specifications of OpenAI's and Anthropic's APIs.
+_LAST_EVENT: dict[Route, tuple[bytes, ...]] = {
+    "chat": (b"data: [DONE]",),
+    "completions": (b"data: [DONE]",),
+    "responses": (
+        b"event: response.completed",
+        b"event: response.incomplete",
+        b"event: response.failed",
+    ),
+    "messages": (b"event: message_stop",),
+}
+
+
+def split_run(target: str) -> tuple[str | None, str]:
+    """Split ``/r/<run>/rest?query`` into run id and ``/rest?query``.
+
+    A run id has 1 to 128 letters, digits, dots, hyphens and underscores and starts with a letter or
+    digit. Any other request target is returned as it is, with no run.
+    """
+    match = _RUN_PREFIX.match(target)
+    if match is None:
+        return None, target
+    rest = target[match.end() :]
+    return match[1], rest if rest.startswith("/") else f"/{rest}"
+
+
+def route(method: str, target: str) -> Route:
+    """Say which kind of model call a request is; ``other`` if none.
+
+    A missing or doubled ``/v1``, the usual slips in a base URL, makes no difference here; whether
+    the model server accepts it is its affair.
+    """
+    if method != "POST":
+        return "other"
+    path = target.partition("?")[0]
+    while path.startswith("/v1/"):
+        path = path[3:]
+    return _CALLS.get(path, "other")
+
+
+def last_event(call: Route, text: bytes) -> int:
+    """Return where in ``text`` a line starts that begins the stream's last event, -1 if none does.
+
+    ``text`` must begin at the start of a line.
+    """
+    for start in _LAST_EVENT.get(call, ()):
+        found = text.find(start)
+        if found >= 0 and (found == 0 or text[found - 1] == 0x0A):
+            return found
+    return -1

@@ -1,0 +1,204 @@
+"""The addon's guards, with mitmproxy's own test flows: faults of ours that can't be provoked from
+outside.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+from mitmproxy import http
+from mitmproxy.test import tflow
+
+from sidecar.call import Call, new_id
+from sidecar.capture import Capture
+from sidecar.metrics import Metrics
+from sidecar.record import Exchange, Record
+from sidecar.writer import Writer
+
+
+class FakeSink:
+    """Keeps records in a list, or raises: what a writer never does."""
+
+    def __init__(self) -> None:
+        self.records: list[Exchange] = []
+        self.broken = False
+        self.hanging = False
+        self.waiting: list[Callable[[], None]] = []
+
+    def put(self, record: Record, done: Callable[[], None] | None = None) -> bool:
+        if self.broken:
+            raise RuntimeError("bug")
+        assert isinstance(record, Exchange)
+        self.records.append(record)
+        if done is not None:
+            (self.waiting.append if self.hanging else lambda call: call())(done)
+        return True
+
+
+class FakePuller:
+    """Answers what it is told to."""
+
+    lines: list[str] | None = None
+
+    async def pull(self, nonce: str, authorization: str | None) -> list[str] | None:
+        await asyncio.sleep(0)
+        return self.lines
+
+
+@pytest.fixture
+def sink() -> FakeSink:
+    return FakeSink()
+
+
+@pytest.fixture
+def metrics(tmp_path) -> Metrics:
+    return Metrics(Writer(tmp_path, "s", rotate_bytes=1, rotate_seconds=1, queue_bytes=1))
+
+
+@pytest.fixture
+def sent() -> list[bytes]:
+    return []
+
+
+@pytest.fixture
+def capture(sink, sent, metrics) -> Capture:
+    def write(_: http.HTTPFlow, data: bytes) -> None:
+        sent.append(data)
+
+    return Capture("http://u", "", True, sink, FakePuller(), write, metrics)
+
+
+def chat_flow(content_type: str = "text/event-stream") -> http.HTTPFlow:
+    flow = tflow.tflow(resp=True)
+    flow.live = True
+    flow.request.method, flow.request.path = "POST", "/v1/chat/completions"
+    assert flow.response
+    flow.response.headers = http.Headers(content_type=content_type)
+    return flow
+
+
+def faults(metrics: Metrics) -> float:
+    return metrics.registry.get_sample_value("ridealong_sidecar_faults_total") or 0
+
+
+def stream(flow: http.HTTPFlow, *pieces: bytes) -> list[bytes | list[bytes]]:
+    assert flow.response and callable(flow.response.stream)
+    return [flow.response.stream(piece) for piece in pieces]  # type: ignore[misc]
+
+
+async def test_a_fault_while_cutting_lets_the_rest_through_raw(capture, sink, metrics, monkeypatch):
+    flow = chat_flow()
+    capture.requestheaders(flow)
+    capture.responseheaders(flow)
+    first = stream(flow, b"data: 1\n\n")
+    monkeypatch.setattr(Call, "reply_chunk", lambda *_: 1 / 0)
+    assert first + stream(flow, b"data: 2\n\n", b"data: 3\n\n", b"") == [
+        b"data: 1\n\n",
+        b"data: 2\n\n",
+        b"data: 3\n\n",
+        [],
+    ]
+    assert faults(metrics) == 1
+    await capture.response(flow)
+    assert len(sink.records) == 1 and capture.in_flight == 0
+
+
+async def test_no_piece_is_ever_empty_bytes_and_the_end_waits_for_the_record(capture, sink, sent):
+    sink.hanging = True
+    flow = chat_flow()
+    capture.requestheaders(flow)
+    capture.responseheaders(flow)
+    nonce = flow.request.headers["x-ridealong-tap"]
+    assert stream(flow, f": {nonce} {{}}\n".encode(), b"data: [DONE]\n\n", b"") == [[], [], []]
+    assert callable(flow.request.stream)
+    assert flow.request.stream(b"") == []
+
+    ending = asyncio.ensure_future(capture.response(flow))
+    await asyncio.sleep(0.05)
+    assert len(sink.records) == 1 and sent == [] and capture.in_flight == 1
+    sink.waiting.pop()()
+    await ending
+    assert sent == [b"data: [DONE]\n\n"] and capture.in_flight == 0
+
+
+async def test_one_vain_wait_for_a_hanging_disk_is_the_last(capture, sink, sent, monkeypatch):
+    monkeypatch.setattr("sidecar.capture._COMMIT_SECONDS", 0.2)
+    sink.hanging = True
+
+    async def end_a_call() -> float:
+        flow = chat_flow("application/json")
+        assert flow.response
+        flow.response.headers["content-length"] = "2"
+        capture.requestheaders(flow)
+        capture.responseheaders(flow)
+        stream(flow, b"{}", b"")
+        started = time.monotonic()
+        await capture.response(flow)
+        return time.monotonic() - started
+
+    assert await end_a_call() >= 0.2
+    assert await end_a_call() < 0.1
+    for done in sink.waiting:
+        done()
+    await asyncio.sleep(0)
+    assert await end_a_call() >= 0.2, "the disk has caught up: it is waited for again"
+    assert sent == [b"{}"] * 3
+
+
+async def test_a_fault_in_a_hook_leaves_the_flow_streaming(capture, metrics, monkeypatch):
+    monkeypatch.setattr("sidecar.routes.split_run", lambda _: 1 / 0)
+    flow = chat_flow()
+    capture.requestheaders(flow)
+    capture.responseheaders(flow)
+    assert flow.request.stream is True
+    assert flow.response and flow.response.stream is True
+    await capture.response(flow)
+    assert faults(metrics) == 1
+
+
+async def test_a_fault_in_the_sink_is_counted(capture, sink, metrics):
+    sink.broken = True
+    flow = chat_flow("application/json")
+    capture.requestheaders(flow)
+    capture.responseheaders(flow)
+    assert stream(flow, b"{}", b"") == [b"{}", []]
+    await capture.response(flow)
+    assert (faults(metrics), capture.in_flight) == (1, 0)
+
+
+async def test_a_call_is_recorded_once(capture, sink):
+    flow = chat_flow()
+    capture.requestheaders(flow)
+    capture.responseheaders(flow)
+    stream(flow, b"data: 1\n\n", b"")
+    await capture.response(flow)
+    capture.error(flow)
+    capture.stop()
+    assert [record.outcome for record in sink.records] == ["complete"]
+
+
+def test_an_error_after_the_sidecar_was_stopped_is_harmless(capture, sink):
+    flow = chat_flow()
+    capture.requestheaders(flow)
+    capture.stop()
+    flow.error = tflow.terr("late")
+    capture.error(flow)
+    assert [record.outcome for record in sink.records] == ["sidecar_stopped"]
+
+
+async def test_untapped_calls_are_counted_in_a_row(capture):
+    for expected in (1, 2):
+        flow = chat_flow()
+        capture.requestheaders(flow)
+        capture.responseheaders(flow)
+        stream(flow, b"data: 1\n\n", b"")
+        await capture.response(flow)
+        assert capture.untapped_in_a_row == expected
+
+
+def test_call_ids_sort_by_time():
+    ids = [new_id() for _ in range(3)]
+    assert len(set(ids)) == 3
+    assert all(len(i) == 32 and i[12] == "7" and i[16] in "89ab" for i in ids)
+    assert ids[0][:12] <= ids[-1][:12]
