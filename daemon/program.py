@@ -1,0 +1,160 @@
+"""``ridealong daemon``: wires the parts together and runs them until a signal."""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from daemon.api import Api, parse_loopback
+from daemon.config import DaemonConfig
+from daemon.ingest import Ingester
+from daemon.learner import Progress, ServingEngine, TrainerFactory
+from daemon.planner import Planner
+from daemon.scheduler import Scheduler
+from daemon.serving import Serving
+from daemon.state import State
+from daemon.status import StatusReport
+from daemon.tail import Tail
+from deploy.errors import UserError
+from trainer.client import TrainerClient
+from trainer.config import TrainerConfig
+from trainer.swap.client import Engine
+from trainer.swap.config import SwapConfig
+from trainer.swap.watchdog import unpause_orphans
+
+logger = logging.getLogger(__name__)
+
+DATABASE = "daemon.db"
+
+
+def run(config: DaemonConfig, trainer: TrainerConfig, swap: SwapConfig) -> int:
+    """Run the daemon until SIGTERM or SIGINT. Returns the exit status.
+
+    Raises:
+        UserError: the address is taken, another daemon owns the directory, the state is of another
+            version, or the trainer can't use the model.
+    """
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    return asyncio.run(_run(config, trainer, swap))
+
+
+async def _run(config: DaemonConfig, trainer: TrainerConfig, swap: SwapConfig) -> int:
+    engine = Engine(config.engine, swap)
+    if not config.train:
+        return await serve(config, engine, None, config.max_sequence_tokens)
+
+    def make_trainer(on_progress: Progress) -> TrainerClient:
+        return TrainerClient(trainer, Path(config.model), Path(config.directory), on_progress)
+
+    # A longer sample would not fit into one of the trainer's passes.
+    longest = min(config.max_sequence_tokens, trainer.max_tokens_per_micro_batch)
+    watchdog = asyncio.create_task(unpause_orphans(engine, swap.orphan_poll_s))
+    try:
+        return await serve(config, engine, make_trainer, longest)
+    finally:
+        watchdog.cancel()
+
+
+async def serve(
+    config: DaemonConfig,
+    engine: ServingEngine,
+    make_trainer: TrainerFactory | None,
+    max_sequence_tokens: int,
+) -> int:
+    """Run all parts until a signal; without ``make_trainer`` nothing is trained."""
+    directory, traces = Path(config.directory), Path(config.traces)
+    host, port = parse_loopback(config.listen)
+    with _owned(directory), contextlib.closing(State(directory / DATABASE)) as state:
+        ingester = Ingester(traces, state)
+        serving = Serving(engine, state, directory, config.engine_poll_seconds)
+        planner = Planner(config, state, ingester, max_sequence_tokens)
+        scheduler = None
+        if make_trainer is not None:
+            scheduler = Scheduler(config, state, planner, make_trainer, serving)
+        report = StatusReport(state, traces, ingester, serving, planner, scheduler)
+        tail = Tail(traces, config.poll_seconds)
+        async with _listening(Api(state, report, config.reward_window_seconds).app(), host, port):
+            tail.start()
+            parts = [_ingest(tail, ingester), serving.watch()]
+            if scheduler is not None:
+                parts.append(scheduler.run())
+            try:
+                await _until_stopped(parts)
+            finally:
+                tail.stop()
+                if scheduler is not None:
+                    await scheduler.close()
+    return 0
+
+
+async def _ingest(tail: Tail, ingester: Ingester) -> None:
+    while True:
+        await ingester.catch_up()
+        await tail.wait()
+
+
+async def _until_stopped(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run the parts, which never end by themselves, until SIGTERM, SIGINT or an error in one."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    tasks = [asyncio.create_task(part) for part in parts]
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (*tasks, stopping):
+            task.cancel()
+        await asyncio.gather(*tasks, stopping, return_exceptions=True)
+
+
+@contextmanager
+def _owned(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock: two daemons on one state would train the same samples."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory / "daemon.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UserError(f"daemon.directory {directory} can't be used: {error}") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another daemon runs on {directory}: stop it, or choose another daemon.directory"
+            ) from None
+        yield
+    finally:
+        os.close(lock)
+
+
+@asynccontextmanager
+async def _listening(app: web.Application, host: str, port: int) -> AsyncIterator[None]:
+    runner = web.AppRunner(app, handle_signals=False)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise UserError(
+                f"daemon.listen {host}:{port} can't be used ({error.strerror}): stop what runs "
+                "there or choose another port"
+            ) from None
+        logger.info("API on http://%s:%d", *runner.addresses[0][:2])
+        yield
+    finally:
+        await runner.cleanup()

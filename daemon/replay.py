@@ -1,0 +1,42 @@
+"""Rebuilds calls from the shards: the daemon's state says where each one lies."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from daemon import exchange
+from sidecar import record
+from sidecar.record import Exchange
+from sidecar.shards import read_frames
+from tokenization.calls import Call
+
+
+def read_calls(
+    traces: Path, rows: Sequence[Mapping[str, Any]]
+) -> tuple[list[Call], dict[str, str]]:
+    """Read the calls of call-table rows, each frame once.
+
+    Returns the calls and, for rows whose shard is gone or damaged since, call id → reason. Rows
+    without tokens give neither.
+    """
+    by_frame: dict[tuple[str, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for row in rows:
+        if row["token_source"] != "none":
+            by_frame[row["shard"], row["frame"]][row["line"]].add(row["id"])
+    calls: list[Call] = []
+    missing: dict[str, str] = {}
+    for (shard, offset), lines in by_frame.items():
+        try:
+            frame = next(read_frames(traces / shard, offset))
+            if frame.error is not None:
+                raise OSError(frame.error)
+        except (OSError, StopIteration) as error:
+            reason = f"shard {shard} can't be read any more: {error or 'it is too short'}"
+            missing |= {call: reason for ids in lines.values() for call in ids}
+            continue
+        for number, ids in lines.items():
+            entry = record.decode(frame.lines[number])
+            if isinstance(entry, Exchange):
+                calls += [e.call for e in exchange.read(entry) if e.call and e.id in ids]
+    return calls, missing

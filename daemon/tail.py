@@ -1,0 +1,78 @@
+"""Follows the folder of trace shards: says when to look again, and what lies there.
+
+File events are fast but get lost (network file systems, full queues), so the folder is also polled.
+"""
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+
+from watchdog.events import FileSystemEvent, FileSystemEventHandler
+from watchdog.observers import Observer
+from watchdog.observers.api import BaseObserver
+
+from sidecar.shards import SUFFIX
+
+logger = logging.getLogger(__name__)
+
+
+def shard_sizes(directory: Path) -> dict[str, int]:
+    """Return the shards of a folder and their sizes in bytes, oldest first; empty when missing."""
+    sizes = {}
+    for path in sorted(directory.glob(f"*{SUFFIX}")):
+        with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
+            sizes[path.name] = path.stat().st_size
+    return sizes
+
+
+class Tail:
+    """Wakes its owner when a shard changes, and every ``poll_seconds`` in any case."""
+
+    def __init__(self, directory: Path, poll_seconds: float) -> None:
+        self.directory = directory
+        self._poll_seconds = poll_seconds
+        self._changed = asyncio.Event()
+        self._observer: BaseObserver | None = None
+
+    def start(self) -> None:
+        """Start watching. Where events can't be had, polling remains."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        observer = Observer()
+        try:
+            observer.schedule(
+                _Waker(asyncio.get_running_loop(), self._changed), str(self.directory)
+            )
+            observer.start()
+            self._observer = observer
+        except OSError as error:
+            logger.warning(
+                "no file events for %s (%s): polling every %g s",
+                self.directory,
+                error,
+                self._poll_seconds,
+            )
+
+    def stop(self) -> None:
+        if self._observer is not None:
+            self._observer.stop()
+            self._observer.join()
+
+    async def wait(self) -> None:
+        """Return when something changed, at the latest after ``poll_seconds``."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), self._poll_seconds)
+        self._changed.clear()
+
+
+class _Waker(FileSystemEventHandler):
+    """Carries events from watchdog's thread into the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> None:
+        self._loop, self._changed = loop, changed
+
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        # Reading a shard makes events too (opened, closed); reacting to those would never end.
+        if event.event_type in ("created", "modified", "moved", "deleted"):
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                self._loop.call_soon_threadsafe(self._changed.set)
