@@ -56,7 +56,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
             description="A group short of rollouts waits this long for replacements (seconds).",
         ),
-    ] = 120.0
+    ] = 600.0
     groups_per_step: Annotated[
         int, msgspec.Meta(ge=1, description="Groups in one training step.")
     ] = 4

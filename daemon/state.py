@@ -644,7 +644,10 @@ class State:
             )
 
     def make_live(self, version: str, swap: Mapping[str, Any], step: int | None) -> None:
-        """Note that the engine serves ``version`` since now; ``step`` is then published."""
+        """Note that the engine serves ``version`` since now; ``step`` is then published.
+
+        A version that comes back into a restarted engine keeps the figures of its first swap.
+        """
         now = time.time()
         with self._transaction() as db:
             db.execute(
@@ -653,9 +656,10 @@ class State:
                 (now, version),
             )
             db.execute(
-                "UPDATE versions SET status = 'live', live_from = coalesce(live_from, ?), "
-                "live_until = NULL, swap = ? WHERE version = ?",
-                (now, json.dumps(swap), version),
+                "UPDATE versions SET status = 'live', live_until = NULL, "
+                "swap = CASE WHEN live_from IS NULL THEN ? ELSE swap END, "
+                "live_from = coalesce(live_from, ?) WHERE version = ?",
+                (json.dumps(swap), now, version),
             )
             if step is not None:
                 db.execute("UPDATE steps SET status = 'published' WHERE number = ?", (step,))

@@ -12,6 +12,7 @@ from watchdog.events import FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
+from deploy.errors import UserError
 from sidecar.shards import SUFFIX
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,18 @@ class Tail:
         self._observer: BaseObserver | None = None
 
     def start(self) -> None:
-        """Start watching. Where events can't be had, polling remains."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        """Start watching. Where events can't be had, polling remains.
+
+        Raises:
+            UserError: the folder is missing and can't be made.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"daemon.traces {self.directory} can't be used ({error.strerror}): name the folder "
+                "that the sidecar writes"
+            ) from None
         observer = Observer()
         try:
             observer.schedule(

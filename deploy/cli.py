@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -188,3 +189,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
+    except BrokenPipeError:
+        # The reader has left (`ridealong status | head`); keep the exit from flushing into it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

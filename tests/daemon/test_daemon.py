@@ -392,9 +392,12 @@ async def test_restarted_engine_gets_the_live_version_again(daemon):
     one = await daemon()
     await one.rollout("a", 1.0)
     await one.rollout("b", 0.0)
-    await one.live("v1")
+    before = (await one.live("v1"))["versions"]
     one.engine.restart("v0")
-    await one.until(lambda s: one.engine.version == "v1" and s["engine"]["version"] == "v1")
+    status = await one.until(
+        lambda s: one.engine.version == "v1" and s["engine"]["version"] == "v1"
+    )
+    assert status["versions"] == before
 
 
 async def test_daemon_waits_for_an_engine_and_reads_traces_meanwhile(tmp_path, monkeypatch):
@@ -513,6 +516,15 @@ async def test_occupied_port(daemon, tmp_path):
     config = msgspec.structs.replace(one.config, directory=str(tmp_path / "other"))
     with pytest.raises(UserError, match="can't be used"):
         await serve(config, one.engine, None, 100)
+
+
+async def test_trace_folder_that_can_not_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    config = DaemonConfig(
+        traces=str(tmp_path / "file" / "traces"), directory=str(tmp_path), listen="127.0.0.1:0"
+    )
+    with pytest.raises(UserError, match=r"daemon\.traces .* can't be used"):
+        await serve(config, FakeEngine(tmp_path), None, 100)
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:8790", "8790", "127.0.0.1:x", "example.org:80"])

@@ -13,13 +13,11 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from tokenization.tap import wire
 from tokenization.tap.calls import Call, Output
 from tokenization.tap.middleware import current_call
 
 logger = logging.getLogger("vllm.ridealong.tap")
-
-UNKNOWN_VERSION = "unknown"
-"""Weights that have no name: while an update runs, and after one that did not end well."""
 
 
 class EngineObserver:
@@ -84,7 +82,7 @@ class EngineObserver:
 
         async def start_weight_update() -> None:
             await vllm_start()
-            self.version = UNKNOWN_VERSION
+            self.version = wire.UNKNOWN_VERSION
 
         async def update_weight_version(new_version: str) -> None:
             await vllm_name(new_version)

@@ -38,6 +38,8 @@ HEADER = "x-ridealong-tap"
 LENGTH_HEADER = "x-ridealong-tap-length"
 PULL_PATH = "/ridealong/tap/"
 NONCE = re.compile(r"[A-Za-z0-9]{8,64}")
+UNKNOWN_VERSION = "unknown"
+"""Weights without a name: while an update runs, or after one that did not end well."""
 
 
 class TapError(ValueError):
