@@ -60,6 +60,8 @@ class Call:
         """Tap lines fetched after the client had gone."""
         self.rest = b""
         """The last bytes of a complete reply, yet to go to the agent."""
+        self.fault: str | None = None
+        """What went wrong in capturing the reply; the record is not the whole truth then."""
         self.recorded = False
         """Its record has been handed on."""
 
@@ -128,6 +130,11 @@ class Call:
         self._last_event = b""
         self._reply += self.rest
 
+    @property
+    def held(self) -> bytes:
+        """What has come of the reply and not been returned to go on."""
+        return self._last_event + self._cutter.held
+
     def agent_saw_the_end(self) -> bool:
         """Say whether the agent has received the last event of a stream, whole."""
         reply = bytes(self._reply)
@@ -180,7 +187,7 @@ class Call:
             outcome=outcome,
             response=response,
             first_byte=self._first_byte,
-            error=error,
+            error=error or self.fault,
             tap=self.tap_lines,
             tap_source=self._tap_source(),
         )

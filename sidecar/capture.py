@@ -211,20 +211,18 @@ class Capture:
         return stream
 
     def _reply_stream(self, call: Call) -> Callable[[bytes], Piece]:
-        broken = False
-
         def stream(data: bytes) -> Piece:
-            nonlocal broken
-            if broken:
+            if call.fault is not None:
                 return data or []
+            held = call.held
             try:
                 if data:
                     return call.reply_chunk(data) or []
                 call.end_reply()
-            except Exception:
-                broken = True
+            except Exception as error:
+                call.fault = f"the sidecar failed to capture the reply: {error!r}"
                 self._fault("a reply goes on as it comes from upstream")
-                return data or []
+                return held + data or []
             return []
 
         return stream

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +188,5 @@ def _version() -> str:
         return "unknown"
 
 
-def _same(one: Address, other: Address) -> bool:
-    loopback: Callable[[str], bool] = lambda host: host in ("localhost", "127.0.0.1", "::1")  # noqa: E731
-    return one.port == other.port and loopback(one.host) and loopback(other.host)
+def _same(upstream: Address, own: Address) -> bool:
+    return upstream.port == own.port and upstream.host in ("localhost", own.host)

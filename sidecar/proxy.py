@@ -35,21 +35,22 @@ class Proxy:
         self._master = Master(options.Options(mode=[mode], server=False))
         self._connections = proxyserver.Proxyserver()
         self._capture = capture
-        addons = [
+        self._ready = _Ready()
+        self._master.addons.add(
             core.Core(),
             block.Block(),
             disable_h2c.DisableH2C(),
             self._connections,
             next_layer.NextLayer(),
-        ]
-        self._confdir: tempfile.TemporaryDirectory[str] | None = None
+            capture,
+            self._ready,
+        )
         if upstream.scheme == "https":
-            # The TLS addon insists on a certificate authority of its own. It is never used, as the
-            # agent speaks plain HTTP to the loopback address, and does not outlive the proxy.
-            self._confdir = tempfile.TemporaryDirectory(prefix="ridealong-")
-            self._master.options.update(confdir=self._confdir.name)
-            addons.append(tlsconfig.TlsConfig())
-        self._master.addons.add(*addons, capture, _Ready(self))
+            # The TLS addon insists on a certificate authority of its own. The agent speaks plain
+            # HTTP to the loopback address, so nothing is ever signed by it: it is not kept.
+            self._master.addons.add(tlsconfig.TlsConfig())
+            with tempfile.TemporaryDirectory(prefix="ridealong-") as confdir:
+                self._master.options.update(confdir=confdir)
         self._master.options.update(
             # HTTP/2 towards the agent leaks upstream connections when it hangs up.
             http2=False,
@@ -61,15 +62,16 @@ class Proxy:
         self._instance: ServerInstance[Any] = ServerInstance.make(mode, self._connections)
         self._server: asyncio.Server | None = None
         self._task: asyncio.Task[None] | None = None
-        self.ready = asyncio.Event()
 
     async def start(self, sock: socket.socket) -> None:
         """Serve connections of a listening socket."""
         self._task = asyncio.create_task(self._master.run())
-        ready = asyncio.create_task(self.ready.wait())
+        ready = asyncio.create_task(self._ready.running_now.wait())
         await asyncio.wait({self._task, ready}, return_when=asyncio.FIRST_COMPLETED)
         if self._task.done():
             self._task.result()
+        # mitmproxy offers every event of every exchange to every addon.
+        self._master.addons.remove(self._ready)
         self._server = await asyncio.start_server(self._instance.handle_stream, sock=sock)
 
     async def drain(self, seconds: float) -> None:
@@ -101,8 +103,6 @@ class Proxy:
         self._master.shutdown()
         if self._task is not None:
             await asyncio.wait({self._task})
-        if self._confdir is not None:
-            self._confdir.cleanup()
 
     def _close(self, connection: str) -> None:
         handler = self._connections.connections.get(connection)
@@ -130,8 +130,8 @@ def write_to_client(flow: http.HTTPFlow, data: bytes) -> None:
 class _Ready:
     """Addon that tells when mitmproxy runs."""
 
-    def __init__(self, proxy: Proxy) -> None:
-        self._proxy = proxy
+    def __init__(self) -> None:
+        self.running_now = asyncio.Event()
 
     def running(self) -> None:
-        self._proxy.ready.set()
+        self.running_now.set()

@@ -6,6 +6,7 @@ over values are not used: they miss keys of unknown shape and damage text that l
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from urllib.parse import unquote_plus
 
 REDACTED = "REDACTED"
@@ -33,6 +34,7 @@ _URL_HEADERS = frozenset({"referer", "location", "content-location"})
 _SEPARATOR = re.compile(r"[^a-z0-9]+")
 
 
+@lru_cache(maxsize=1024)
 def is_secret(name: str) -> bool:
     """Say whether a header or query parameter of this name holds a credential."""
     lower = name.lower()

@@ -12,6 +12,8 @@ class Cutter(Protocol):
     """Common to all replies."""
 
     lines: list[str]
+    held: bytes
+    """What was fed, belongs to the reply and has not been returned yet."""
 
     def feed(self, data: bytes) -> bytes:
         """Take the next bytes of the reply; return those that can go on now."""
@@ -34,15 +36,15 @@ class SseCutter:
 
     def __init__(self, nonce: str) -> None:
         self.lines: list[str] = []
+        self.held = b""
         self._marker = marker(nonce)
-        self._held = b""
         self._line: bytearray | None = None
         self._at_line_start = True
 
     def feed(self, data: bytes) -> bytes:
         passed: list[bytes] = []
-        if self._held:
-            data, self._held = self._held + data, b""
+        if self.held:
+            data, self.held = self.held + data, b""
         position = 0
         while position < len(data):
             if self._line is not None:
@@ -51,7 +53,7 @@ class SseCutter:
                 self._line = bytearray()
                 position += len(self._marker)
             elif self._at_line_start and self._marker.startswith(data[position:]):
-                self._held = data[position:]
+                self.held = data[position:]
                 break
             else:
                 end = self._next_marker(data, position)
@@ -61,7 +63,7 @@ class SseCutter:
         return b"".join(passed)
 
     def finish(self) -> bytes:
-        held, self._held = self._held, b""
+        held, self.held = self.held, b""
         return held
 
     def _take_line(self, data: bytes, position: int) -> int:
@@ -95,11 +97,11 @@ class BodyCutter:
     """
 
     def __init__(self, length: int, nonce: str) -> None:
+        self.lines: list[str] = []
+        self.held = b""
         self._missing = length
         self._marker = marker(nonce)
-        self._held = b""
         self._tail = bytearray()
-        self.lines: list[str] = []
 
     def feed(self, data: bytes) -> bytes:
         body = data[: self._missing]
@@ -107,11 +109,11 @@ class BodyCutter:
         self._tail += data[len(body) :]
         if self._missing:
             return body
-        self._held += body
+        self.held += body
         return b""
 
     def finish(self) -> bytes:
-        held, self._held = self._held, b""
+        held, self.held = self.held, b""
         for line in bytes(self._tail).split(b"\n"):
             if line.startswith(self._marker):
                 self.lines.append(line[len(self._marker) :].decode("utf-8", "replace"))
@@ -123,6 +125,7 @@ class NoCutter:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.held = b""
 
     def feed(self, data: bytes) -> bytes:
         return data

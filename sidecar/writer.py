@@ -3,9 +3,9 @@
 Durability, in one sentence: a record handed in is in the file (safe from the death of this process)
 within milliseconds, and on the disk (safe from a power failure) within about a second.
 
-Everything queued when the thread gets to write becomes one frame (group commit). While writing
-fails, records stay in memory up to the queue's bound and are written, in order, once it works
-again; what comes on top is counted and reported by a ``RecordsLost`` record.
+Everything that has queued up when the thread gets to write becomes one frame (group commit). While
+writing fails, records stay in memory up to the queue's bound and are written, in order, once it
+works again; what comes on top is counted and reported by a ``RecordsLost`` record.
 """
 
 import logging
@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from sidecar.record import Record, RecordsLost, encode
 from sidecar.shards import Shard, ShardEncoder
@@ -22,15 +23,16 @@ _log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
 _SYNC_SECONDS = 1.0
-# A line, and what to call when it is in the file.
-_Entry = tuple[bytes, Callable[[], None] | None]
-
 # A frame is decoded in one piece by readers: bounded, however much had piled up.
 _FRAME_BYTES = 4 << 20
 
+Done = Callable[[], None]
+# A line, and what to call when it is in the file.
+_Entry = tuple[bytes, Done | None]
+
 
 class Writer:
-    """Appends records to a series of shards. ``put`` and the attributes are safe for any thread."""
+    """Appends records to a series of shards. ``put`` is for one thread, counts are for any."""
 
     def __init__(
         self,
@@ -43,11 +45,8 @@ class Writer:
     ) -> None:
         self.written = 0
         """Records in the shards."""
-        self.lost = 0
-        """Records dropped because they could not be written and the queue was full."""
         self.errors = 0
         """Failed attempts to write."""
-        self.queued_bytes = 0
         self.failure: str | None = None
         """Why the last attempt to write failed; None while writing works."""
 
@@ -56,19 +55,37 @@ class Writer:
         self._rotate_bytes = rotate_bytes
         self._rotate_seconds = rotate_seconds
         self._queue_bytes = queue_bytes
-        self._queue: deque[_Entry] = deque()
-        self._unreported = 0
+        self._encoder = ShardEncoder()
+
+        # Between the threads: a queue (None: close), and counts that one side only writes.
+        self._queue: SimpleQueue[_Entry | None] = SimpleQueue()
+        self._bytes_in = 0
+        self._bytes_out = 0
+        self._refused = 0
         self._loss_reason = ""
-        self._closing = False
-        self._changed = threading.Condition()
+        self._closed = False
         self._thread: threading.Thread | None = None
 
         # The writer thread's own.
-        self._encoder = ShardEncoder()
+        self._pending: deque[_Entry] = deque()
+        self._closing = False
+        self._reported = 0
+        self._given_up = 0
+        self._retry_at = 0.0
         self._shard: Shard | None = None
         self._opened = 0.0
         self._sequence = 0
         self._unsynced_since: float | None = None
+
+    @property
+    def lost(self) -> int:
+        """Records dropped because they could not be written and the queue was full."""
+        return self._refused + self._given_up
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of records that wait to be written."""
+        return self._bytes_in - self._bytes_out
 
     def start(self, first: Callable[[], Record]) -> None:
         """Start the thread. It calls ``first`` for the series' first record, then takes records."""
@@ -78,86 +95,98 @@ class Writer:
         )
         self._thread.start()
 
-    def put(self, record: Record, done: Callable[[], None] | None = None) -> bool:
+    def put(self, record: Record, done: Done | None = None) -> bool:
         """Queue a record; False if it is lost because the queue is full.
 
         ``done`` is called, in any thread, as soon as the record is in the file, or as it is known
         that this will take longer because writing fails. It must not raise.
         """
         line = encode(record)
-        with self._changed:
-            kept = not self._closing and self.queued_bytes < self._queue_bytes
-            if kept:
-                self._append(line, None if self.failure else done)
-                self._changed.notify_all()
-            else:
-                self.lost += 1
-                self._unreported += 1
-                self._loss_reason = self.failure or "the queue was full"
-            waits = kept and self.failure is None
-        if done is not None and not waits:
-            done()
+        kept = not self._closed and self.queued_bytes < self._queue_bytes
+        if kept:
+            self._bytes_in += len(line)
+            self._queue.put((line, done))
+        else:
+            self._loss_reason = self.failure or "the queue was full"
+            self._refused += 1
+            if done is not None:
+                done()
         return kept
 
     def close(self, timeout: float) -> None:
         """Write and sync what is queued, then end the thread; give up after ``timeout`` seconds."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._closed = True
+        self._queue.put(None)
         if self._thread is not None:
             self._thread.join(timeout)
-        with self._changed:
-            if self._queue:
-                self.lost += len(self._queue)
-                _log.error("%d records could not be written: %s", len(self._queue), self.failure)
-
-    def _append(self, line: bytes, done: Callable[[], None] | None = None) -> None:
-        """Queue a line. ``_changed`` must be held."""
-        self._queue.append((line, done))
-        self.queued_bytes += len(line)
+        if self.queued_bytes:
+            _log.error(
+                "records of %d bytes could not be written: %s", self.queued_bytes, self.failure
+            )
 
     def _run(self, first: Callable[[], Record]) -> None:
-        line = encode(first())
-        with self._changed:
-            self._queue.appendleft((line, None))
-            self.queued_bytes += len(line)
-        while True:
-            batch, last = self._next_batch()
+        self._add(first())
+        while not (self._closing and not self._pending):
+            self._collect()
+            if self.failure is not None and time.monotonic() < self._retry_at and not self._closing:
+                continue
             try:
-                if batch:
-                    self._write(batch)
-                    self._succeeded(len(batch))
-                self._sync_if_due(last)
+                while self._pending:
+                    self._write(self._next_batch())
+                self._sync_if_due()
             except Exception as error:  # Whatever it is, this thread must go on.
                 self._failed(error)
-                if last:
-                    break
-            else:
-                if last and not batch:
+                if self._closing:
+                    self._given_up = len(self._pending)
                     break
         if self._shard is not None:
             self._shard.close()
 
-    def _next_batch(self) -> tuple[list[bytes], bool]:
-        """Wait for something to do; return the lines to write and whether we are closing."""
-        with self._changed:
-            if self.failure is not None:
-                self._changed.wait_for(lambda: self._closing, _RETRY_SECONDS)
-            else:
-                timeout = None
-                if self._unsynced_since is not None:
-                    timeout = max(0.0, self._unsynced_since + _SYNC_SECONDS - time.monotonic())
-                self._changed.wait_for(lambda: self._queue or self._closing, timeout)
-            batch: list[bytes] = []
-            size = 0
-            for line, _ in self._queue:
-                size += len(line)
-                if batch and size > _FRAME_BYTES:
-                    break
-                batch.append(line)
-            return batch, self._closing
+    def _add(self, record: Record) -> None:
+        line = encode(record)
+        self._bytes_out -= len(line)
+        self._pending.append((line, None))
 
-    def _write(self, batch: list[bytes]) -> None:
+    def _collect(self) -> None:
+        """Move what is queued to ``_pending``; wait until there is something to do."""
+        timeout: float | None = None
+        if self.failure is not None:
+            timeout = self._retry_at - time.monotonic()
+        elif self._pending:
+            timeout = 0
+        elif self._unsynced_since is not None:
+            timeout = self._unsynced_since + _SYNC_SECONDS - time.monotonic()
+        try:
+            if self._closing or (timeout is not None and timeout <= 0):
+                entry = self._queue.get_nowait()
+            else:
+                entry = self._queue.get(timeout=timeout)
+            while True:
+                self._take(entry)
+                entry = self._queue.get_nowait()
+        except Empty:
+            pass
+
+    def _take(self, entry: _Entry | None) -> None:
+        if entry is None:
+            self._closing = True
+            return
+        line, done = entry
+        if self.failure is not None and done is not None:
+            done()
+            done = None
+        self._pending.append((line, done))
+
+    def _next_batch(self) -> list[_Entry]:
+        batch, size = [self._pending[0]], len(self._pending[0][0])
+        for entry in list(self._pending)[1:]:
+            size += len(entry[0])
+            if size > _FRAME_BYTES:
+                break
+            batch.append(entry)
+        return batch
+
+    def _write(self, batch: list[_Entry]) -> None:
         if self._shard is not None and self._must_rotate(self._shard):
             self._leave_shard(self._shard)
         if self._shard is None:
@@ -165,9 +194,10 @@ class Writer:
             self._shard = Shard(self._directory, self._series, self._sequence)
             self._sequence += 1
             self._opened = time.monotonic()
-        self._shard.append(self._encoder.frame(batch))
+        self._shard.append(self._encoder.frame([line for line, _ in batch]))
         if self._unsynced_since is None:
             self._unsynced_since = time.monotonic()
+        self._succeeded(batch)
 
     def _must_rotate(self, shard: Shard) -> bool:
         return (
@@ -181,46 +211,45 @@ class Writer:
         shard.close()
         self._shard = self._unsynced_since = None
 
-    def _sync_if_due(self, closing: bool) -> None:
+    def _sync_if_due(self) -> None:
         since = self._unsynced_since
         if self._shard is None or since is None:
             return
-        if closing or time.monotonic() - since >= _SYNC_SECONDS:
+        if self._closing or time.monotonic() - since >= _SYNC_SECONDS:
             self._shard.sync()
             self._unsynced_since = None
 
-    def _succeeded(self, count: int) -> None:
-        with self._changed:
-            written = [self._queue.popleft() for _ in range(count)]
-            self.queued_bytes -= sum(len(line) for line, _ in written)
-            self.written += count
-            if self.failure is not None:
-                _log.warning("trace shards can be written again: %s", self._directory)
-                self.failure = None
-            if self._unreported:
-                report = RecordsLost(time.time(), self._unreported, self._loss_reason)
-                self._append(encode(report))
-                self._unreported = 0
-        for _, done in written:
+    def _succeeded(self, batch: list[_Entry]) -> None:
+        for line, done in batch:
+            self._pending.popleft()
+            self._bytes_out += len(line)
+            self.written += 1
             if done is not None:
                 done()
+        if self.failure is not None:
+            _log.warning("trace shards can be written again: %s", self._directory)
+            self.failure = None
+        lost = self._refused - self._reported
+        if lost:
+            self._add(RecordsLost(time.time(), lost, self._loss_reason))
+            self._reported += lost
 
     def _failed(self, error: Exception) -> None:
+        self.errors += 1
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
+        if self.failure is None:
+            _log.error(
+                "trace shards can't be written to %s: %s. Traffic goes on; until this is put right "
+                "records are kept in memory, and lost when the queue is full",
+                self._directory,
+                error,
+                exc_info=not isinstance(error, OSError),
+            )
+        self.failure = str(error)
         if self._shard is not None:
             self._shard.abandon()
             self._shard = self._unsynced_since = None
-        with self._changed:
-            self.errors += 1
-            if self.failure is None:
-                _log.error(
-                    "trace shards can't be written to %s: %s. Traffic goes on; until this is put "
-                    "right records are kept in memory, and lost when the queue is full",
-                    self._directory,
-                    error,
-                    exc_info=not isinstance(error, OSError),
-                )
-            self.failure = str(error)
-            waiting = [done for _, done in self._queue if done is not None]
-            self._queue = deque((line, None) for line, _ in self._queue)
-        for done in waiting:
-            done()
+        for _, done in self._pending:
+            if done is not None:
+                done()
+        self._pending = deque((line, None) for line, _ in self._pending)

@@ -34,7 +34,8 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": MESSAGES, "max_tokens": 16, "tools": [TOOL], "tool_choice": "auto"},
     ),
     "completions": ("/v1/completions", {"prompt": "The sea is", "max_tokens": 16}),
-    "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 16}),
+    # The Messages API has no seed: only greedy decoding repeats itself.
+    "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 16, "temperature": 0}),
     "responses": ("/v1/responses", {"input": "Hello there.", "max_output_tokens": 16}),
     "bad request": ("/v1/chat/completions", {"messages": "no list"}),
     "unknown model": ("/v1/chat/completions", {"messages": MESSAGES, "model": "nobody"}),

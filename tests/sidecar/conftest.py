@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.sidecar.fake_engine import FakeEngine
 from tests.sidecar.running import RunningSidecar
+
+# A deadline per example would measure what else the machine is doing.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="module")

@@ -91,17 +91,18 @@ async def test_a_fault_while_cutting_lets_the_rest_through_raw(capture, sink, me
     flow = chat_flow()
     capture.requestheaders(flow)
     capture.responseheaders(flow)
-    first = stream(flow, b"data: 1\n\n")
+    first = stream(flow, b"data: 1\n\n:")
     monkeypatch.setattr(Call, "reply_chunk", lambda *_: 1 / 0)
-    assert first + stream(flow, b"data: 2\n\n", b"data: 3\n\n", b"") == [
+    assert first + stream(flow, b" ping\n\n", b"data: 3\n\n", b"") == [
         b"data: 1\n\n",
-        b"data: 2\n\n",
+        b": ping\n\n",
         b"data: 3\n\n",
         [],
     ]
     assert faults(metrics) == 1
     await capture.response(flow)
     assert len(sink.records) == 1 and capture.in_flight == 0
+    assert "ZeroDivisionError" in (sink.records[0].error or "")
 
 
 async def test_no_piece_is_ever_empty_bytes_and_the_end_waits_for_the_record(capture, sink, sent):
