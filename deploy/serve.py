@@ -51,6 +51,9 @@ def command(config: ServeConfig, extra_args: list[str]) -> tuple[list[str], dict
     argv += ["--served-model-name", config.served_model_name or model.resolve().name]
     argv += ["--weight-transfer-config", '{"backend":"ridealong"}']
     argv += ["--logprobs-mode", "processed_logprobs"]
+    # A model's generation_config.json may set top_p or top_k for every request that sets none;
+    # the trainer can't reproduce what was sampled under such a filter.
+    argv += ["--generation-config", "vllm"]
     dtype = config.dtype or ("float32" if on_cpu else "")
     if dtype:
         argv += ["--dtype", dtype]

@@ -20,7 +20,7 @@ from vllm.v1.outputs import LogprobsLists
 from tokenization.tap import internals, wire
 from tokenization.tap.calls import Call
 from tokenization.tap.middleware import current_call
-from tokenization.tap.observer import UNKNOWN_VERSION, EngineObserver
+from tokenization.tap.observer import EngineObserver
 
 PROMPT = [5, 6, 7]
 
@@ -169,7 +169,7 @@ async def test_version_changes_between_steps(engine: Engine) -> None:
     engine.add()
     engine.step([10])
     await engine.client.start_weight_update()
-    assert engine.observer.version == UNKNOWN_VERSION
+    assert engine.observer.version == wire.UNKNOWN_VERSION
     await engine.client.finish_weight_update("v1")
     engine.step([11], FinishReason.LENGTH)
     assert engine.output().versions == ["v0", "v1"]
@@ -187,7 +187,7 @@ async def test_an_update_without_a_name_leaves_the_version_unknown(engine: Engin
     await engine.client.finish_weight_update()
     engine.add()
     engine.step([10], FinishReason.STOP)
-    assert engine.output().versions == [UNKNOWN_VERSION]
+    assert engine.output().versions == [wire.UNKNOWN_VERSION]
 
 
 async def test_abort_keeps_what_was_sampled_and_drops_what_comes_late(engine: Engine) -> None:

@@ -164,7 +164,8 @@ async def test_wrong_weights_with_nothing_to_go_back_to(
 ) -> None:
     with pytest.raises(CanaryFailed, match="no earlier version"):
         await engine.publish("v1", v1.folder, v0.canary, previous=None)
-    assert not (await engine.probe()).paused
+    state = await engine.probe()
+    assert (state.version, state.paused) == (wire.UNKNOWN_VERSION, False)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ async def test_missing_tensor_is_refused(
     with pytest.raises(SwapFailed, match=name):
         await engine.publish("v1", tmp_path, v0.canary, previous=None)
     state = await engine.probe()
-    assert (state.version, state.paused) == ("unknown", False)
+    assert (state.version, state.paused) == (wire.UNKNOWN_VERSION, False)
     assert await greedy(vllm_server) == before, "a refused update must leave the old weights"
 
 

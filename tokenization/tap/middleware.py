@@ -98,10 +98,12 @@ class TappedReply:
         if message.get("more_body", False):
             return
         body, lines = b"".join(self._body), self._call.drain()
-        headers = [pair for pair in self._start["headers"] if pair[0].lower() != b"content-length"]
-        headers += [
-            (b"content-length", b"%d" % (len(body) + len(lines))),
-            (wire.LENGTH_HEADER.encode("ascii"), b"%d" % len(body)),
+        length = b"%d" % (len(body) + len(lines))
+        # In place: what is left when the sidecar has put the true length back is vLLM's own order.
+        headers = [
+            (name, length if name.lower() == b"content-length" else value)
+            for name, value in self._start["headers"]
         ]
+        headers.append((wire.LENGTH_HEADER.encode("ascii"), b"%d" % len(body)))
         await self._send({**self._start, "headers": headers})
         await self._send({"type": "http.response.body", "body": body + lines})

@@ -60,7 +60,7 @@ class EngineOutput:
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
     finish: str | None = None
-    """``stop``, ``length``, ``abort``, ``error``; None when no ``end`` event arrived."""
+    """``stop``, ``length``, ``repetition``, ``abort``, ``error``; None: no ``end`` arrived."""
     reported: int | None = None
     """The token count of the ``end`` event."""
     cached: int | None = None

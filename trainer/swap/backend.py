@@ -109,12 +109,10 @@ class FileWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             known=tensor_names(safetensors_files(served)) if served.is_dir() else set(),
             parameters=parameters,
         )
-        loaded = self.model.load_weights(_tensors(files))
-        # vLLM itself can't tell for quantised models: their parameters are made while loading.
-        if loaded is not None and self.model_config.quantization is None:
-            missing = parameters - set(loaded)
-            if missing:
-                raise RuntimeError(f"vLLM did not load {_some(missing)} from {update_info.path}")
+        self.model.load_weights(_tensors(files))
+        stale = self._stale_parameters()
+        if stale:
+            raise RuntimeError(f"vLLM did not load {_some(stale)} from {update_info.path}")
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -122,6 +120,23 @@ class FileWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         if not self._loaded:
             raise RuntimeError("finish_weight_update without loaded weights: the old ones are back")
+
+    def _stale_parameters(self) -> set[str]:
+        """Return the parameters of layers that nothing was loaded into: they have old values.
+
+        The names that ``load_weights`` returns do not tell: some models return others.
+        """
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        stale: set[str] = set()
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            untouched = info.can_load() and info.load_numel == 0
+            if untouched and not is_deferred_attention_layer(layer):
+                own = dict(layer.named_parameters(recurse=False))
+                stale |= {f"{name}.{parameter}" for parameter in own}
+        return stale
 
     def _settle_model(self) -> None:
         """Give every layer that is not completely loaded its old weights back."""

@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from deploy.errors import UserError
+from tokenization.tap import wire
 from trainer.batch import Canary
 from trainer.swap import canary as canaries
 from trainer.swap.canary import CanaryDifference
@@ -47,7 +48,7 @@ class EngineState(msgspec.Struct, frozen=True):
     """What ``GET /ridealong/engine`` and ``GET /is_paused`` say."""
 
     version: str
-    """``unknown`` while an update runs or after one that did not end well."""
+    """``wire.UNKNOWN_VERSION`` while an update runs or after one that did not end well."""
     paused: bool
     model: str
     """The served model's name in requests."""
@@ -237,19 +238,35 @@ class Engine:
             raise CanaryFailed(f"{self.url}: {error}") from error
 
     async def _roll_back(self, state: EngineState, failed: str, previous: Version | None) -> str:
-        """Go back to ``previous`` and return a clause for the error message."""
+        """Go back to ``previous`` and return a clause for the error message.
+
+        Where that does not work either, the weights that serve lose their name, so that nothing
+        sampled from them is taken for a version's.
+        """
         if previous is None or previous[0] == failed:
+            await self._disown(failed)
             return "there is no earlier version to go back to"
         version, weights, canary = previous
         try:
             await self._swap(state.boot, version, weights)
             difference = await self._canary(state.model, canary)
         except SwapFailed as error:
-            logger.exception("%s: going back to %s failed too", self.url, version)
+            logger.error("%s: going back to %s failed too: %s", self.url, version, error)
+            await self._disown(failed, version)
             return f"going back to {version} failed too: {error}"
         if not difference.within(self._tolerance(state.dtype)):
+            await self._disown(version)
             return f"went back to {version}, whose canary differs by {difference.mean:.2e} as well"
         return f"{version} serves again"
+
+    async def _disown(self, *versions: str) -> None:
+        try:
+            if (await self._admin("GET", "/ridealong/engine")).get("version") in versions:
+                await self._admin(
+                    "POST", "/update_weight_version", {"new_version": wire.UNKNOWN_VERSION}
+                )
+        except SwapFailed as error:
+            logger.error("%s: its weights keep a name that is not theirs: %s", self.url, error)
 
     def _tolerance(self, dtype: str) -> float:
         if dtype == "float32":

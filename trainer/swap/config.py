@@ -48,7 +48,3 @@ class SwapConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             gt=0,
         ),
     ] = 10.0
-    keep_versions: Annotated[
-        int,
-        msgspec.Meta(description="How many weight versions stay on disk for rollback.", ge=2),
-    ] = 4
