@@ -44,11 +44,10 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     packing: Annotated[
         bool,
         Meta(
-            description="Pack the sequences of a micro-batch into one instead of padding them. "
-            "Best with flash_attention_2; with other attention the cost grows with the square of "
-            "max_tokens_per_micro_batch."
+            description="Pack the samples of a micro-batch into one sequence and compute the "
+            "output layer for trained tokens only; otherwise pad them."
         ),
-    ] = False
+    ] = True
     gradient_checkpointing: Annotated[
         bool,
         Meta(description="Recompute activations in the backward pass: less memory, more time."),
@@ -57,7 +56,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(
             description="Tokens per forward and backward pass of one worker; bounds memory. "
-            "A longer sample is left out and reported.",
+            "Without flash_attention_2, attention costs grow with it: keep it near the longest "
+            "sample. A longer sample is left out and reported.",
             ge=1,
         ),
     ] = 4096

@@ -8,7 +8,6 @@ machine with a GPU still picks it.
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -145,12 +144,3 @@ class PlatformCPU(PlatformBase):
 
     def is_ipc_supported(self) -> bool:
         return False
-
-
-@cache
-def register_engines() -> None:
-    """Register verl's FSDP engine for the CPU (verl registers it for accelerators only)."""
-    from verl.workers.engine.base import EngineRegistry
-    from verl.workers.engine.fsdp import FSDPEngineWithLMHead
-
-    EngineRegistry.register("language_model", ["fsdp2"], device="cpu")(FSDPEngineWithLMHead)

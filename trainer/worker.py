@@ -14,7 +14,7 @@ from verl.utils.device import get_device_name
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
-from trainer import platform_cpu
+from trainer import lm_engine
 
 SHARD_BYTES = 4 * 2**30
 
@@ -34,8 +34,7 @@ class Worker(TinkerTrainingWorker):
     def __init__(self, config: WorkerConfig) -> None:
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
-        if get_device_name() == "cpu":
-            platform_cpu.register_engines()
+        lm_engine.register()
         if not dist.is_initialized():
             _init_process_group()
         super().__init__(config.verl)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,9 +14,14 @@ from tokenization.sample import Sample
 from trainer.batch import Batch, Rollout
 from trainer.config import TrainerConfig
 from trainer.device import prepare
-from trainer.engine import Engine
+
+if TYPE_CHECKING:
+    from trainer.engine import Engine
 
 VOCABULARY = 260
+
+# verl, which the test modules import, settles on its platform at once.
+prepare(TrainerConfig(device="cpu"))
 
 
 def make_model(folder: Path) -> Path:
@@ -52,7 +58,9 @@ def config() -> TrainerConfig:
 
 
 @pytest.fixture
-def engine(config: TrainerConfig, model: Path) -> Iterator[Engine]:
+def engine(config: TrainerConfig, model: Path) -> "Iterator[Engine]":
+    from trainer.engine import Engine
+
     engine = Engine(config, model, prepare(config))
     yield engine
     engine.close()

@@ -74,7 +74,7 @@ class TappedReply:
             headers = dict(message["headers"])
             if headers.get(b"content-type", b"").startswith(b"text/event-stream"):
                 self._forward = self._event_stream
-            elif self._call.tapped:
+            elif self._call.tapped and b"content-length" in headers:
                 self._forward = self._whole_body
                 self._start = message
                 return
