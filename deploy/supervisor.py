@@ -110,7 +110,8 @@ class Supervisor:
         return program
 
     async def _spawn(self, program: Program) -> None:
-        argv, pass_fds = program.argv, ()
+        argv = program.argv
+        pass_fds: tuple[int, ...] = ()
         if program.listener is not None:
             fd = program.listener.fileno()
             argv, pass_fds = [sys.executable, "-S", "-c", _SOCKET_LAUNCHER, str(fd), *argv], (fd,)

@@ -84,6 +84,7 @@ class _OnRay:
             num_cpus=max(count, os.cpu_count() or 1),
             include_dashboard=False,
             log_to_driver=False,
+            _node_ip_address="127.0.0.1",
             runtime_env={"env_vars": environment},
         )
         self._ray = ray

@@ -93,10 +93,11 @@ class VersionStore:
         free = shutil.disk_usage(self._root).free
         self.discard(version)
         # Writers of tensor files report a full disk each in its own way.
+        reason = "the disk is full" if free < _FULL_BYTES else str(error).partition("\n")[0]
         if isinstance(error, OSError) or free < _FULL_BYTES:
             return UserError(
-                f"can't write {version} to {self._root} ({free // 2**20} MiB were free): {error}; "
-                "make room and try again; earlier versions are unchanged"
+                f"can't write {version} to {self._root}: {reason}; make room there and try again; "
+                "earlier versions are unchanged"
             )
         return error
 

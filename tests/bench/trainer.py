@@ -17,6 +17,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -105,14 +106,8 @@ def micro_batches(rows: Sequence, max_tokens: int) -> list[list]:
     return [[rows[k] for k in part] for part in parts]
 
 
-def timed(action: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
-
-
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments() -> argparse.Namespace:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--model", type=Path, required=True)
     options.add_argument("--rollouts", type=int, default=16)
     options.add_argument("--prompt", type=int, default=100)
@@ -121,13 +116,30 @@ def main() -> None:
     options.add_argument("--padding", action="store_true", help="trainer.packing = false")
     options.add_argument("--device", default="auto")
     options.add_argument("--seconds", type=float, default=240, help="stop adding rounds after this")
-    arguments = options.parse_args()
+    return options.parse_args()
 
+
+@dataclass
+class Best:
+    """Fastest run of an action, in wall-clock seconds and CPU seconds of all threads."""
+
+    wall: float = float("inf")
+    cpu: float = float("inf")
+
+    def measure(self, action: Callable[[], object]) -> None:
+        wall, cpu = time.perf_counter(), time.process_time()
+        action()
+        self.wall = min(self.wall, time.perf_counter() - wall)
+        self.cpu = min(self.cpu, time.process_time() - cpu)
+
+
+def main() -> None:
+    options = arguments()
     config = TrainerConfig(
-        device=arguments.device,
+        device=options.device,
         dtype="float32",
-        packing=not arguments.padding,
-        max_tokens_per_micro_batch=arguments.max_tokens,
+        packing=not options.padding,
+        max_tokens_per_micro_batch=options.max_tokens,
     )
     device = prepare(config)
     from transformers import AutoConfig
@@ -136,64 +148,49 @@ def main() -> None:
     from trainer.plan import select_rows, split
     from trainer.step import Step
 
-    vocabulary = AutoConfig.from_pretrained(arguments.model).vocab_size
-    batch = random_batch(arguments.rollouts, arguments.prompt, arguments.response, vocabulary)
+    vocabulary = AutoConfig.from_pretrained(options.model).vocab_size
+    batch = random_batch(options.rollouts, options.prompt, options.response, vocabulary)
     step = Step.prepare(config, batch)
-    advantages = np.tile(np.array([-1, 1], dtype=np.float32), arguments.rollouts)
-    rows = split(select_rows(batch, arguments.max_tokens).rows, advantages, 1, 0)[0]
-    parts = micro_batches(rows, arguments.max_tokens)
+    advantages = np.tile(np.array([-1, 1], dtype=np.float32), options.rollouts)
+    rows = split(select_rows(batch, options.max_tokens).rows, advantages, 1, 0)[0]
+    parts = micro_batches(rows, options.max_tokens)
     tokens = sum(len(row.token_ids) for row in rows)
-
-    engine = Engine(config, arguments.model, device)
-    torch.set_num_threads(device.threads)
-    bare = BareLoop(arguments.model, config, device.name)
-
-    def update() -> None:
-        engine.forward_backward(rows)
-        engine.optimizer_step()
-
-    def bare_step() -> None:
-        bare.logprobs(parts)
-        bare.update(parts)
+    engine = Engine(config, options.model, device)
+    bare = BareLoop(options.model, config, device.name)
 
     actions: dict[str, Callable[[], object]] = {
         "bare log-probs": lambda: bare.logprobs(parts),
         "log-probs": lambda: engine.logprobs(rows),
         "bare update": lambda: bare.update(parts),
-        "update": update,
-        "bare step": bare_step,
+        "update": lambda: (engine.forward_backward(rows), engine.optimizer_step()),
+        "bare step": lambda: (bare.logprobs(parts), bare.update(parts)),
         "step": lambda: step.run(engine, 0, lambda _: None),
     }
-    wall = dict.fromkeys(actions, float("inf"))
-    cpu = dict.fromkeys(actions, float("inf"))
-    started = time.perf_counter()
+    best = {name: Best() for name in actions}
+    deadline = time.perf_counter() + options.seconds
     rounds = 0
-    while rounds < 1 or (rounds < 5 and time.perf_counter() - started < arguments.seconds):
+    while rounds < 1 or (rounds < 5 and time.perf_counter() < deadline):
         for name, action in actions.items():
-            before = time.perf_counter(), time.process_time()
-            action()
-            wall[name] = min(wall[name], time.perf_counter() - before[0])
-            cpu[name] = min(cpu[name], time.process_time() - before[1])
+            best[name].measure(action)
         rounds += 1
+    save, export = Best(), Best()
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "weights").mkdir()
-        save = timed(lambda: engine.save(Path(folder) / "checkpoint"))
-        export = timed(lambda: engine.export(Path(folder) / "weights", "float32"))
+        save.measure(lambda: engine.save(Path(folder, "checkpoint")))
+        export.measure(lambda: engine.export(Path(folder), "float32"))
     engine.close()
 
     print(
-        f"\n{arguments.model}: {len(rows)} rows, {tokens} tokens, {len(parts)} micro-batches, "
+        f"\n{options.model}: {len(rows)} rows, {tokens} tokens, {len(parts)} micro-batches, "
         f"{device.name}, {device.threads} threads, fastest of {rounds} rounds\n"
     )
     print(f"{'':10}{'trainer':>16}{'bare PyTorch':>18}{'ratio':>8}{'CPU s':>9}{'bare CPU s':>12}")
     for name in ("log-probs", "update", "step"):
-        bare_name = f"bare {name}"
-        ours, theirs = tokens / wall[name], tokens / wall[bare_name]
+        ours, theirs = best[name], best[f"bare {name}"]
         print(
-            f"{name:10}{ours:8.0f} tokens/s{theirs:10.0f} tokens/s{ours / theirs:7.2f}x"
-            f"{cpu[name]:9.1f}{cpu[bare_name]:12.1f}"
+            f"{name:10}{tokens / ours.wall:8.0f} tokens/s{tokens / theirs.wall:10.0f} tokens/s"
+            f"{theirs.wall / ours.wall:7.2f}x{ours.cpu:9.1f}{theirs.cpu:12.1f}"
         )
-    print(f"checkpoint {save:.2f} s, export {export:.2f} s")
+    print(f"checkpoint {save.wall:.2f} s, export {export.wall:.2f} s")
     print("a bare step is a log-prob pass and an update; the trainer's step needs no first pass")
 
 
