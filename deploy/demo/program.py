@@ -10,7 +10,7 @@ import fcntl
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from daemon.client import AsyncDaemonClient
 from deploy import config, up
 from deploy.demo import report
 from deploy.demo.agent_process import AgentProcess
+from deploy.demo.bystander import Bystander
 from deploy.demo.controller import Controller
 from deploy.demo.journal import Journal
 from deploy.demo.model import ensure_model_apart
@@ -29,7 +30,8 @@ from deploy.demo.tasks import tasks
 from deploy.errors import UserError
 from deploy.supervisor import Supervisor, free_port
 
-STEPS = 14
+STEPS = 12
+SETTLE_SECONDS = 2.0
 CONFIGURATION = "ridealong.toml"
 HEAVY = ("weights", "checkpoints", "batches")
 INTERRUPTED = 130
@@ -86,6 +88,12 @@ async def _demo(settings: Settings, directory: Path) -> int:
     daemon = AsyncDaemonClient(addresses.daemon_url)
     supervisor = Supervisor(directory / "logs", on_event=display.event)
     agent = AgentProcess(directory / "logs" / "agent.log")
+    bystander = Bystander(addresses.agent_base_url)
+
+    def on_status(status: dict[str, Any]) -> None:
+        display.status(status)
+        bystander.status(status)
+
     try:
         display.event(
             f"starting vLLM, sidecar and daemon (about a minute); logs in {directory / 'logs'}"
@@ -99,26 +107,32 @@ async def _demo(settings: Settings, directory: Path) -> int:
             tasks(settings.seed),
             addresses.agent_base_url,
             journal,
-            display.status,
+            on_status,
             display.attempt,
         )
         with display.shown():
             status = await controller.run()
-        calls = await _calls(daemon, journal)
+        await bystander.close()
+        # The daemon reads the last records a moment after they were written.
+        await asyncio.sleep(SETTLE_SECONDS)
+        runs = [attempt.run for attempt in journal.attempts]
+        calls = await _calls(daemon, runs + [reply.run for reply in bystander.replies])
     finally:
         await agent.close()
         await supervisor.stop()
-    found = report.build(settings, journal.attempts, status, calls, time.time() - began)
+    found = report.build(
+        settings, journal.attempts, bystander.replies, status, calls, time.time() - began
+    )
     report.write(found, directory)
     _show(found, directory)
     return 0 if settings.steps < STEPS or found["reward_risen"] else 1
 
 
-async def _calls(daemon: AsyncDaemonClient, journal: Journal) -> list[dict[str, Any]]:
+async def _calls(daemon: AsyncDaemonClient, runs: Sequence[str]) -> list[dict[str, Any]]:
+    """Return what the daemon says of every call of these runs."""
     found: list[dict[str, Any]] = []
-    for attempt in journal.attempts:
-        run = await daemon.run(attempt.run)
-        found += [call | {"run": attempt.run} for call in run["calls"]]
+    for run in runs:
+        found += [call | {"run": run} for call in (await daemon.run(run))["calls"]]
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from deploy.demo.bystander import Reply
 from deploy.demo.journal import Attempt
 from deploy.demo.settings import Settings
 
@@ -35,6 +36,7 @@ VERSION_KEYS = (
 def build(
     settings: Settings,
     attempts: Sequence[Attempt],
+    bystander: Sequence[Reply],
     status: dict[str, Any],
     calls: Sequence[dict[str, Any]],
     seconds: float,
@@ -44,13 +46,15 @@ def build(
     Args:
         settings: what was run.
         attempts: all attempts at rollouts, in any order.
+        bystander: the long replies that were streamed across swaps.
         status: the daemon's last status.
-        calls: the daemon's calls of these attempts; ``versions`` lists [first token, version].
+        calls: the daemon's calls of all these; ``versions`` lists [first token, version].
         seconds: how long it all took.
     """
     graded = sorted((a for a in attempts if a.reward is not None), key=lambda a: a.started)
     rewards = [a.reward for a in graded if a.reward is not None]
     first, last = quarters(rewards)
+    gaps = [a.longest_gap_s for a in attempts] + [r.longest_gap_s for r in bystander]
     trained = [v for v in status["versions"] if v["step"] is not None and v["live_from"]]
     return {
         "seed": settings.seed,
@@ -67,7 +71,8 @@ def build(
             trained, "logprob_abs_diff_mean", "logprob_compared_tokens"
         ),
         "swap_pause_s_max": max((v["swap_pause_s"] or 0.0 for v in trained), default=None),
-        "longest_stream_gap_s": max((a.longest_gap_s for a in attempts), default=None),
+        "longest_stream_gap_s": max(gaps, default=None),
+        "streams_broken": [msgspec.to_builtins(r) for r in bystander if r.finish is None],
         "streams_across_swaps": [
             {"call": call["id"], "run": call["run"], "versions": call["versions"]}
             for call in calls
@@ -151,7 +156,8 @@ def summary(report: dict[str, Any]) -> list[str]:
             f"{report['logprob_abs_diff_mean']:.1e}"
         )
     lines.append(
-        f"{len(report['streams_across_swaps'])} streams went on across a swap of the weights; "
+        f"{len(report['streams_across_swaps'])} streams went on across a swap of the weights, "
+        f"{len(report['streams_broken'])} broke; "
         f"the longest wait inside any stream was {gap:.1f} s"
     )
     if report["reward_first_quarter"] is not None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from deploy.demo import report
+from deploy.demo.bystander import Reply
 from deploy.demo.journal import Attempt
 from deploy.demo.settings import Settings
 
@@ -26,6 +27,9 @@ def attempt(number: int, reward: float | None, gap: float = 0.1) -> Attempt:
         replies=2,
         longest_gap_s=gap,
     )
+
+
+BYSTANDER = [Reply("bystander.1", "length", 0.2), Reply("bystander.2", None, 0.1, "cut")]
 
 
 def version(number: int, reward: float, live_from: float | None, **more: float) -> dict:
@@ -66,7 +70,7 @@ def built() -> dict:
     # Out of order, as attempts end out of order; one of them is an infrastructure failure.
     rewards = [0.1, 0.2, None, 0.3, 0.4, 0.5, 0.6, 0.8, 0.9]
     attempts = [attempt(k, reward, gap=0.1 * k) for k, reward in enumerate(rewards)]
-    return report.build(Settings(seed=7, steps=2), attempts[::-1], STATUS, CALLS, 61.23)
+    return report.build(Settings(seed=7, steps=2), attempts[::-1], BYSTANDER, STATUS, CALLS, 61.23)
 
 
 def test_the_report_counts_what_was_published_and_graded(built: dict):
@@ -112,7 +116,7 @@ def test_files_and_table(built: dict, tmp_path: Path):
 
 def test_a_run_without_a_step_still_has_a_report(tmp_path: Path):
     status = {"checks": {"calls": 0, "failed": 0}, "versions": [version(0, 0.0, 1.0)]}
-    empty = report.build(Settings(seed=0, steps=1), [], status, [], 1.0)
+    empty = report.build(Settings(seed=0, steps=1), [], [], status, [], 1.0)
     assert empty["versions"] == []
     assert empty["reward_risen"] is False
     assert empty["logprob_abs_diff_mean"] is None
