@@ -29,6 +29,7 @@ from trainer.config import TrainerConfig
 from trainer.swap.client import Engine
 from trainer.swap.config import SwapConfig
 from trainer.swap.watchdog import unpause_orphans
+from trainer.versions import check_model
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ async def _run(config: DaemonConfig, trainer: TrainerConfig, swap: SwapConfig) -
     engine = Engine(config.engine, swap)
     if not config.train:
         return await serve(config, engine, None, config.max_sequence_tokens)
+
+    check_model(Path(config.model))
 
     def make_trainer(on_progress: Progress) -> TrainerClient:
         return TrainerClient(trainer, Path(config.model), Path(config.directory), on_progress)

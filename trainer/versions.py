@@ -188,7 +188,7 @@ def check_model(model: Path) -> None:
     needed = {
         "config.json": ("config.json",),
         "weights (*.safetensors)": ("*.safetensors",),
-        "a tokenizer (tokenizer.json)": ("tokenizer.json", "tokenizer.model", "vocab.json"),
+        "tokenizer (tokenizer.json)": ("tokenizer.json", "tokenizer.model", "vocab.json"),
     }
     for what, patterns in needed.items():
         if not any(any(model.glob(pattern)) for pattern in patterns):

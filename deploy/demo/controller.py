@@ -1,7 +1,7 @@
 """The rollout controller: runs the agent on tasks, grades it, and keeps pace with the trainer.
 
 A group is ``group_size`` rollouts of one task. No more groups are outstanding (begun and not yet
-in a published version) than the next step takes, and a few spare ones.
+in a published version) than the next step takes; while it is trained, a few spare ones.
 """
 
 import asyncio
@@ -183,14 +183,15 @@ def groups_to_begin(status: dict[str, Any], begun: int, settings: Settings) -> i
         status: the daemon's status.
         begun: groups begun so far, whether or not the daemon has heard of them.
     """
-    groups = status["groups"]
+    groups, step = status["groups"], status["step"]
     decided = sum(n for state, n in groups.items() if state not in ("open", "planned"))
     lost = decided - groups.get("trained", 0)
-    outstanding = begun - decided
-    if status["step"] is not None and status["step"]["status"] == "trained":
+    room = settings.groups_per_step - (begun - decided)
+    if step is not None and step["status"] == "planned":
+        room += settings.spare_groups
+    elif step is not None:
         # Its version is not live yet: what begins now would still meet the old one.
-        outstanding += settings.groups_per_step
-    room = settings.groups_per_step + settings.spare_groups - outstanding
+        room -= settings.groups_per_step
     needed = settings.steps * settings.groups_per_step + lost - begun
     return max(0, min(room, needed))
 

@@ -38,14 +38,16 @@ def test_only_published_steps_count():
 @pytest.mark.parametrize(
     ("begun", "now", "expected"),
     [
-        (0, status(), 3),  # a step's groups and the spare one
-        (3, status(open=1), 0),  # begun, though the daemon has heard of one only
+        (0, status(), 2),
+        (2, status(open=1), 0),  # begun, though the daemon has heard of one only
+        (2, status(planned=2, step="planned"), 1),  # the spare group, while the trainer works
         (3, status(open=1, planned=2, step="planned"), 0),
         (3, status(open=1, trained=2, step="trained"), 0),  # trained, not yet published
-        (3, status(open=1, trained=2, published=1), 2),
-        (5, status(open=3, trained=2, published=1), 0),
-        (5, status(open=1, trained=4, published=2), 1),  # no spare group after the last step
-        (6, status(open=2, trained=4, published=2), 0),
+        (3, status(open=1, trained=2, published=1), 1),
+        (4, status(open=2, trained=2, published=1), 0),
+        (4, status(planned=2, trained=2, published=1, step="planned"), 1),
+        (6, status(planned=2, trained=4, published=2, step="planned"), 0),  # the last step
+        (5, status(open=1, trained=4, published=2), 1),
         (6, status(open=1, trained=4, skipped=1, published=2), 1),  # a lost group is replaced
     ],
 )
