@@ -24,6 +24,8 @@ class DaemonClient:
 
     def __init__(self, url: str = "http://127.0.0.1:8790") -> None:
         self._url = url.rstrip("/")
+        # The daemon is on this machine; a proxy from the environment can't reach it.
+        self._opener = request.build_opener(request.ProxyHandler({}))
 
     def status(self) -> dict[str, Any]:
         return self._call("GET", "/v1/status")
@@ -78,10 +80,8 @@ class DaemonClient:
             method=method,
             headers={"Content-Type": "application/json"},
         )
-        # The daemon is on this machine; a proxy from the environment can't reach it.
-        opener = request.build_opener(request.ProxyHandler({}))
         try:
-            with opener.open(message, timeout=TIMEOUT_SECONDS) as response:
+            with self._opener.open(message, timeout=TIMEOUT_SECONDS) as response:
                 return json.load(response)
         except error.HTTPError as refusal:
             raise UserError(f"the daemon refused: {_reason(refusal)}") from None

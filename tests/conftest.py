@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from deploy.demo.model import ensure_model
+from deploy.supervisor import free_port
 
 REPOSITORY = Path(__file__).parent.parent
 START_TIMEOUT_S = 300
@@ -26,12 +26,6 @@ from deploy.serve_config import ServeConfig
 run(ServeConfig(model=sys.argv[1], port=int(sys.argv[2]), served_model_name="smol",
                 max_model_len=2048, tool_call_parser="hermes"), sys.argv[3:])
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -50,6 +50,8 @@ class TrainerClient:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        # Also those whose caller was cancelled: the process still works on them.
+        self._unanswered: set[int] = set()
         self._next_id = 0
 
     async def start(self) -> None:
@@ -60,6 +62,7 @@ class TrainerClient:
             TrainerDied: the process ended instead of answering.
         """
         await self.close()
+        self._unanswered.clear()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -123,9 +126,9 @@ class TrainerClient:
             return
         if process.stdin is not None:
             process.stdin.close()
-        busy = bool(self._waiting)
         try:
-            async with asyncio.timeout(0 if busy else _CLOSE_SECONDS):
+            # A step under way is repeated from its batch: nothing is gained by waiting for it.
+            async with asyncio.timeout(0 if self._unanswered else _CLOSE_SECONDS):
                 await process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
@@ -143,6 +146,7 @@ class TrainerClient:
         request = {"id": number, "method": method, "params": params}
         future = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
+        self._unanswered.add(number)
         try:
             process.stdin.write(msgspec.json.encode(request) + b"\n")
             with contextlib.suppress(ConnectionError):
@@ -165,6 +169,7 @@ class TrainerClient:
             if error == "died":
                 last_words = message["message"]
                 continue
+            self._unanswered.discard(message["id"])
             future = self._waiting.pop(message["id"], None)
             if future is None or future.done():
                 continue

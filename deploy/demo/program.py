@@ -116,7 +116,9 @@ async def _demo(settings: Settings, directory: Path) -> int:
         # The daemon reads the last records a moment after they were written.
         await asyncio.sleep(SETTLE_SECONDS)
         runs = [attempt.run for attempt in journal.attempts]
-        calls = await _calls(daemon, runs + [reply.run for reply in bystander.replies])
+        # A reply that broke off may have left no record.
+        runs += [reply.run for reply in bystander.replies if reply.finish is not None]
+        calls = await _calls(daemon, runs)
     finally:
         await agent.close()
         await supervisor.stop()

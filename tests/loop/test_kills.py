@@ -1,7 +1,6 @@
 """The demo while its programs are killed: it goes on, nothing is lost or trained twice."""
 
 import json
-import os
 import signal
 import sqlite3
 import subprocess
@@ -39,6 +38,14 @@ class Demo:
                 [*argv, "--directory", str(directory)], stdout=output, stderr=subprocess.STDOUT
             )
         self.deadline = time.monotonic() + SECONDS
+
+    def __enter__(self) -> "Demo":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(120)
 
     def wait(self, what: str, condition: Callable[[], Any]) -> Any:
         while time.monotonic() < self.deadline:
@@ -98,8 +105,7 @@ def _complete_exchanges(traces: Path) -> Counter[str]:
 
 
 def test_the_loop_survives_kill_9_of_each_program(tmp_path: Path, smol_model: Path) -> None:
-    demo = Demo(tmp_path / "demo", tmp_path / "demo.log")
-    try:
+    with Demo(tmp_path / "demo", tmp_path / "demo.log") as demo:
         demo.wait("step 1 in training", lambda: demo.training(1))
         demo.kill("trainer.service")
         demo.wait("v1 live", lambda: demo.status()["live_version"] == "v1")
@@ -108,11 +114,7 @@ def test_the_loop_survives_kill_9_of_each_program(tmp_path: Path, smol_model: Pa
         demo.wait("step 2 in training", lambda: demo.training(2))
         demo.kill("deploy daemon")
         code = demo.process.wait(max(1, demo.deadline - time.monotonic()))
-    finally:
-        if demo.process.poll() is None:
-            demo.process.send_signal(signal.SIGTERM)
-            demo.process.wait(120)
-    assert code == 0, demo.tail()
+        assert code == 0, demo.tail()
 
     database = sqlite3.connect(demo.directory / "state" / "daemon.db")
     steps = database.execute("SELECT number, parent, version, status FROM steps").fetchall()
@@ -142,26 +144,34 @@ def test_the_loop_survives_kill_9_of_each_program(tmp_path: Path, smol_model: Pa
         f" {sum(complete.values())} in the shards; {repeated} rollouts repeated"
     )
 
+    report = json.loads((demo.directory / "report.json").read_text())
+    assert report["seed"] == 5
+    assert report["checks"]["calls"] >= 64 and report["checks"]["failed"] == 0
+    assert report["logprob_abs_diff_mean"] < 0.02
+    assert [v["version"] for v in report["versions"]] == ["v1", "v2", "v3"]
+    for version in report["versions"]:
+        assert version["samples"] <= version["sampled_tokens"]
+        assert version["staleness_max"] <= 1
+        assert 0 < version["swap_pause_s"] < 60
+    assert (demo.directory / "reward.png").stat().st_size > 10_000
 
-def _children(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
 
-
-@pytest.mark.parametrize("moment", ["starting", "running"])
-def test_ctrl_c_ends_everything(tmp_path: Path, smol_model: Path, moment: str) -> None:
-    demo = Demo(tmp_path / "demo", tmp_path / "demo.log")
-    try:
-        if moment == "starting":
-            demo.wait("a child", lambda: _children(demo.process.pid))
-            time.sleep(3)
-        else:
-            demo.wait("a stream", demo.streams_in_flight)
-        started = _children(demo.process.pid)
-        assert started
-        os.kill(demo.process.pid, signal.SIGINT)
-        assert demo.process.wait(90) == 130
-    finally:
-        if demo.process.poll() is None:
-            demo.process.kill()
+def _ends_with_everything_it_started(demo: Demo) -> None:
+    started = psutil.Process(demo.process.pid).children(recursive=True)
+    assert started
+    demo.process.send_signal(signal.SIGINT)
+    assert demo.process.wait(90) == 130
     _, alive = psutil.wait_procs(started, timeout=10)
     assert not alive, [" ".join(p.cmdline())[:120] for p in alive]
+
+
+def test_ctrl_c_and_a_second_run(tmp_path: Path, smol_model: Path) -> None:
+    with Demo(tmp_path / "demo", tmp_path / "first.log") as first:
+        first.wait("a stream", first.streams_in_flight)
+        _ends_with_everything_it_started(first)
+    with Demo(tmp_path / "demo", tmp_path / "second.log") as second:
+        second.wait("the server's log", (tmp_path / "demo" / "logs" / "serve.log").exists)
+        time.sleep(3)
+        _ends_with_everything_it_started(second)
+    kept = [path for path in tmp_path.iterdir() if path.name.startswith("demo-")]
+    assert len(kept) == 1 and (kept[0] / "traces").is_dir()

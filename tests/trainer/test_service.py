@@ -98,6 +98,27 @@ async def test_killed_at_any_stage_equals_never_stopped(
         assert torch.equal(a[name], b[name]), name
 
 
+async def test_closing_in_the_middle_of_a_step_does_not_wait_for_it(
+    config: TrainerConfig, model: Path, tmp_path: Path
+) -> None:
+    make_batch(model).save(tmp_path / "batch.npz")
+    under_way = asyncio.Event()
+    client = TrainerClient(config, model, tmp_path / "state", lambda stage: under_way.set())
+    await client.start()
+    await client.bootstrap()
+    assert client.pid is not None
+    process = psutil.Process(client.pid)
+    under_way.clear()
+    step = asyncio.create_task(client.train(tmp_path / "batch.npz", "v0", "v1"))
+    await under_way.wait()
+    process.suspend()  # a step that takes for ever
+    step.cancel()
+    began = time.monotonic()
+    await client.close()
+    assert time.monotonic() - began < 5
+    assert not process.is_running()
+
+
 async def test_a_second_trainer_waits_for_the_first(
     config: TrainerConfig, model: Path, tmp_path: Path
 ) -> None:
