@@ -160,7 +160,10 @@ def _parser() -> argparse.ArgumentParser:
     target.add_argument("--call", metavar="ID")
     sub.add_argument("--value", type=float, required=True)
     sub.add_argument("--name", default="reward", help="which reward (default: reward)")
-    sub.add_argument("--key", help="idempotency key: posting it again changes nothing")
+    sub.add_argument(
+        "--key",
+        help="idempotency key; the same key again replaces the value",
+    )
     _daemon_url(sub)
 
     sub = command("status", _status, "say where every call and sample is")
@@ -189,6 +192,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
+    except ModuleNotFoundError as error:
+        # The sidecar's extra installs alone; the other commands need more.
+        print(
+            f"ridealong {args.command}: the package {error.name} is not installed: run"
+            " deploy/setup.sh, or pip install 'ridealong[learner,cpu,demo]'",
+            file=sys.stderr,
+        )
+        return 2
     except BrokenPipeError:
         # The reader has left (`ridealong status | head`); keep the exit from flushing into it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

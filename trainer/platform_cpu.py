@@ -1,8 +1,8 @@
 """verl's CPU platform, through verl's own extension points.
 
-verl ships platforms for accelerators only. Loaded as a ``verl.plugins`` entry point or imported by
-``trainer.worker``; used only where ``VERL_PLATFORM=cpu`` is set, never auto-detected, so that a
-machine with a GPU still picks it.
+verl ships platforms for accelerators only. Named to verl by ``trainer.device``
+(``VERL_USE_EXTERNAL_MODULES``); used only where ``VERL_PLATFORM=cpu`` is set, never auto-detected,
+so that a machine with a GPU still picks it.
 """
 
 import types

@@ -78,7 +78,7 @@ async def _demo(settings: Settings, directory: Path) -> int:
     kept = _fresh(directory)
     if kept is not None:
         display.event(f"the last run's report, traces and logs are in {kept}")
-    display.event("the model: SmolLM2-135M-Instruct (converted once, about 40 s)")
+    display.event("the model: SmolLM2-135M-Instruct (converted once, a minute or two)")
     model = await ensure_model_apart()
     addresses = Addresses(*(free_port() for _ in range(4)))
     path = directory / CONFIGURATION
@@ -95,11 +95,10 @@ async def _demo(settings: Settings, directory: Path) -> int:
         bystander.status(status)
 
     try:
-        display.event(
-            f"starting vLLM, sidecar and daemon (about a minute); logs in {directory / 'logs'}"
-        )
+        display.event(f"starting vLLM, sidecar and daemon (minutes); logs in {directory / 'logs'}")
         await up.start(supervisor, path, config.load(path))
         display.event("they are up: the agent begins, and the daemon trains from its traffic")
+        display.event(f"look inside: ridealong status --daemon {addresses.daemon_url}")
         controller = Controller(
             settings,
             daemon,

@@ -32,6 +32,8 @@ VERSION_KEYS = (
     "tokens_per_second",
 )
 
+COUNTS = {"rollouts", "samples", "sampled_tokens", "staleness_max"}
+
 
 def build(
     settings: Settings,
@@ -78,9 +80,16 @@ def build(
             for call in calls
             if len(call["versions"]) > 1
         ],
-        "versions": [{key: version.get(key) for key in VERSION_KEYS} for version in trained],
+        "versions": [
+            {key: _count(key, version.get(key)) for key in VERSION_KEYS} for version in trained
+        ],
         "settings": msgspec.to_builtins(settings),
     }
+
+
+def _count(key: str, value: Any) -> Any:
+    """Counts travel among the trainer's metrics as floats; in the report they are counts."""
+    return int(value) if key in COUNTS and value is not None else value
 
 
 def quarters(rewards: Sequence[float]) -> tuple[float | None, float | None]:
@@ -116,6 +125,10 @@ def table(report: dict[str, Any]) -> Table:
     out = Table(
         title="versions and the rollouts they were trained on",
         title_justify="left",
+        caption="stale: versions between sampling and training\n"
+        "KL: of the policy that is trained from the one that sampled\n"
+        "|Δlogp|: trainer against engine under the same weights",
+        caption_justify="left",
         box=None,
         padding=(0, 1, 0, 0),
     )
@@ -157,14 +170,14 @@ def summary(report: dict[str, Any]) -> list[str]:
         )
     lines.append(
         f"{len(report['streams_across_swaps'])} streams went on across a swap of the weights, "
-        f"{len(report['streams_broken'])} broke; "
-        f"the longest wait inside any stream was {gap:.1f} s"
+        f"{len(report['streams_broken'])} broke; the longest wait inside any stream was "
+        f"{gap:.1f} s (the trainer works on the same cores)"
     )
     if report["reward_first_quarter"] is not None:
         lines.append(
             f"mean reward of the first quarter of rollouts {report['reward_first_quarter']:.2f}, "
             f"of the last quarter {report['reward_last_quarter']:.2f}"
-            + ("" if report["reward_risen"] else ": no clear rise")
+            + ("" if report["reward_risen"] else ": no clear rise (a short run can't show one)")
         )
     return lines
 
@@ -181,13 +194,14 @@ def plot(report: dict[str, Any], path: Path) -> None:
     steps = range(1, len(rewards) + 1)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot(steps, rewards, "o", color="#9db4c8", label="rollouts of one step")
-    axes.plot(
-        steps,
-        moving_average(rewards, WINDOW_VERSIONS),
-        color="#1f5f8b",
-        linewidth=2.5,
-        label=f"mean of {WINDOW_VERSIONS} steps",
-    )
+    if len(rewards) >= WINDOW_VERSIONS:
+        axes.plot(
+            steps,
+            moving_average(rewards, WINDOW_VERSIONS),
+            color="#1f5f8b",
+            linewidth=2.5,
+            label=f"mean of {WINDOW_VERSIONS} steps",
+        )
     axes.set(
         xlabel="training step",
         ylabel="mean reward",
