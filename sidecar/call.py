@@ -19,6 +19,8 @@ from tokenization.tap import wire
 
 Headers = list[tuple[str, str]]
 
+_LENGTH_DIGITS = 18  # No body is an exabyte long, and Python refuses to parse far longer numbers.
+
 
 def new_id() -> str:
     """Return a UUIDv7 as 32 hex characters: Unix milliseconds, then random bits (RFC 9562)."""
@@ -59,7 +61,7 @@ class Call:
         self.pulled: list[str] | None = None
         """Tap lines fetched after the client had gone."""
         self.rest = b""
-        """The last bytes of a complete reply, yet to go to the agent."""
+        """The last bytes of a reply that has ended, yet to go to the agent."""
         self.fault: str | None = None
         """What went wrong in capturing the reply; the record is not the whole truth then."""
         self.recorded = False
@@ -86,26 +88,31 @@ class Call:
         """Take the reply's status and headers, and decide how its body is cut.
 
         Returns the true length of the body where the tap's lines follow it; the reply that goes on
-        to the agent must then announce this length, and lack the tap's header.
+        to the agent must then announce this length. A tap header that can't be true is ignored.
+        Either way ``wire.LENGTH_HEADER`` answers this sidecar and must not go on.
         """
         self.status, self._first_byte = status, at
         fields = {name.lower(): value for name, value in headers}
         self.streamed = fields.get("content-type", "").startswith("text/event-stream")
-        tapped = _length(fields.get(wire.LENGTH_HEADER)) if self.nonce else None
-        length = tapped if tapped is not None else _length(fields.get("content-length"))
+        length = tapped = None
+        if "transfer-encoding" not in fields:
+            length = _length(fields.get("content-length"))
+        if self.nonce and length is not None and not self.streamed:
+            tapped = _length(fields.get(wire.LENGTH_HEADER))
+            if tapped is not None and tapped > length:
+                tapped = None
         if self.streamed and self.nonce and "content-encoding" not in fields:
             self._cutter = SseCutter(self.nonce)
         elif not self.streamed and length is not None:
-            self._cutter = BodyCutter(length, self.nonce or "")
-        else:
-            tapped = None
-        self._reply_headers = headers
-        if tapped is not None:
-            self._reply_headers = [
-                (name, str(tapped) if name.lower() == "content-length" else value)
-                for name, value in headers
-                if name.lower() != wire.LENGTH_HEADER
-            ]
+            self._cutter = BodyCutter(length if tapped is None else tapped, self.nonce or "")
+        self._reply_headers = [
+            (
+                name,
+                str(tapped) if tapped is not None and name.lower() == "content-length" else value,
+            )
+            for name, value in headers
+            if self.nonce is None or name.lower() != wire.LENGTH_HEADER
+        ]
         return tapped
 
     def reply_chunk(self, data: bytes) -> bytes:
@@ -118,14 +125,15 @@ class Call:
         if self._cutter.lines and self.streamed:
             # The engine ends a tapped stream right after its last event. Held back until then, the
             # agent can't hang up before the call is known to be complete and is recorded.
-            last = routes.last_event(self.route, passed)
-            if last > 0 or (last == 0 and self._reply[-1:] in (b"", b"\n")):
+            at_line_start = self._reply[-1:] in (b"", b"\n")
+            last = routes.last_event(self.route, passed, at_line_start)
+            if last >= 0:
                 passed, self._last_event = passed[:last], passed[last:]
         self._reply += passed
         return passed
 
     def end_reply(self) -> None:
-        """The reply is complete: ``rest`` is now what was held back of it."""
+        """No more comes of the reply: ``rest`` is now what was held back of it."""
         self.rest = self._last_event + self._cutter.finish()
         self._last_event = b""
         self._reply += self.rest
@@ -199,4 +207,6 @@ class Call:
 
 
 def _length(value: str | None) -> int | None:
-    return int(value) if value is not None and value.isdecimal() else None
+    if value is None or not value.isdecimal() or len(value) > _LENGTH_DIGITS:
+        return None
+    return int(value)

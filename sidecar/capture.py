@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mitmproxy import http
-from mitmproxy.connection import ConnectionState
+from mitmproxy.connection import Client, ConnectionState
 
 from sidecar import routes
 from sidecar.call import Call, Headers, new_nonce
@@ -36,6 +36,9 @@ class Sink(Protocol):
 
     def put(self, record: Record, done: Callable[[], None] | None = None) -> bool:
         """Queue a record; call ``done``, in any thread, when there is nothing more to wait for."""
+
+    def lose(self, reason: str) -> None:
+        """Count a record that could not be made or taken."""
 
 
 class Puller(Protocol):
@@ -108,7 +111,8 @@ class Capture:
             )
             if length is not None:
                 flow.response.headers["content-length"] = str(length)
-                del flow.response.headers[wire.LENGTH_HEADER]
+            if call.nonce is not None:
+                flow.response.headers.pop(wire.LENGTH_HEADER, None)
         except Exception:
             self._fault("a reply is not captured")
             return
@@ -122,34 +126,39 @@ class Capture:
         try:
             if call.route == "other":
                 self._end(call, "complete")
-            elif not call.recorded:
-                committed = asyncio.get_running_loop().create_future()
-                self._record(call, "complete", time.time(), None, committed)
-                await committed
+            else:
+                await self._end_committed(call, "complete")
         finally:
             if call.rest:
                 self._write(flow, call.rest)
-            self._calls.pop(flow.id, None)
-            self._metrics.in_flight.set(self.in_flight)
+            self._release(flow)
 
-    def error(self, flow: http.HTTPFlow) -> None:
+    async def error(self, flow: http.HTTPFlow) -> None:
         call = self._call(flow)
         headers_sent = call is not None and call.status is not None
         if call is not None:
             message = flow.error.msg if flow.error else "unknown"
-            client_gone = not flow.client_conn.state & ConnectionState.CAN_READ
-            if not client_gone:
-                self._end(call, "upstream_error", message)
-            elif call.nonce is not None:
-                self._end_after_pull(call, message)
-            else:
-                self._end(call, "complete" if call.agent_saw_the_end() else "cancelled", message)
-            self._calls.pop(flow.id, None)
-            self._metrics.in_flight.set(self.in_flight)
+            try:
+                if not flow.client_conn.state & ConnectionState.CAN_READ:
+                    self._end_hung_up(call, message)
+                else:
+                    await self._end_broken_off(call, flow, message)
+            finally:
+                self._release(flow)
         if not headers_sent and flow.killable:
             # mitmproxy would answer with an error page of its own. Without a sidecar the agent
             # would see a connection that breaks, which its SDK retries.
             flow.kill()
+
+    def client_disconnected(self, client: Client) -> None:
+        """Let go of what neither ``response`` nor ``error`` was called for.
+
+        mitmproxy calls neither when it fails itself, as it does on HTTP/1 trailers.
+        """
+        for call, flow in list(self._calls.values()):
+            if flow.client_conn.id == client.id:
+                self._end_hung_up(call, "the client's connection ended before the exchange did")
+                self._release(flow)
 
     def websocket_message(self, flow: http.HTTPFlow) -> None:
         if flow.websocket is not None:
@@ -170,16 +179,18 @@ class Capture:
         request = flow.request
         target = request.data.path.decode("latin-1")
         run, rest = routes.split_run(target)
-        route = routes.route(request.method, rest)
+        method = request.data.method.decode("latin-1")
+        route = routes.route(method, rest)
         path = self._prefix + rest if rest.startswith("/") else rest
         asked = _fields(request.headers)
         headers = [(name, value) for name, value in asked if name.lower() != wire.HEADER]
+        session = ", ".join(value for name, value in asked if name.lower() == SESSION_HEADER)
         nonce = new_nonce() if self._tap and route != "other" else None
         host, port, *_ = flow.client_conn.peername or ("", 0)
         call = Call(
             route=route,
-            session=Session(run, request.headers.get(SESSION_HEADER), f"{host}:{port}"),
-            method=request.method,
+            session=Session(run, session or None, f"{host}:{port}"),
+            method=method,
             path=path,
             headers=headers,
             nonce=nonce,
@@ -232,6 +243,32 @@ class Capture:
         if not call.recorded:
             self._record(call, outcome, time.time(), error)
 
+    async def _end_committed(self, call: Call, outcome: Outcome, error: str | None = None) -> None:
+        """Record a call, unless it has been, and wait until the record is in the shard."""
+        if not call.recorded:
+            committed = asyncio.get_running_loop().create_future()
+            self._record(call, outcome, time.time(), error, committed)
+            await committed
+
+    async def _end_broken_off(self, call: Call, flow: http.HTTPFlow, error: str) -> None:
+        """Record a call whose upstream has gone; the client gets what was held back for it."""
+        if call.held and call.fault is None:
+            call.end_reply()
+        if not call.rest:
+            self._end(call, "upstream_error", error)
+            return
+        try:
+            await self._end_committed(call, "upstream_error", error)
+        finally:
+            self._write(flow, call.rest)
+
+    def _end_hung_up(self, call: Call, error: str) -> None:
+        """Record a call whose client has gone."""
+        if call.nonce is not None:
+            self._end_after_pull(call, error)
+        else:
+            self._end(call, "complete" if call.agent_saw_the_end() else "cancelled", error)
+
     def _end_after_pull(self, call: Call, error: str) -> None:
         """Record a call whose client has gone, with the tokens it had still produced."""
         if call.recorded:
@@ -262,15 +299,18 @@ class Capture:
     ) -> None:
         """Hand a call's record on; ``committed`` is done when there is nothing to wait for."""
         call.recorded = True
+        done = self._commit(committed) if committed is not None else None
         try:
             record = call.record(outcome, self._upstream, ended, error)
-            self._sink.put(record, self._commit(committed) if committed else None)
-            self._metrics.ended(call, outcome, ended - record.started)
-        except Exception:
+            self._sink.put(record, done)
+        except Exception as failure:
             self._fault("a record is lost")
-            if committed is not None and not committed.done():
-                committed.set_result(None)
+            # The message of an encoding error quotes what it could not encode.
+            self._sink.lose(f"a record could not be made: {type(failure).__name__}")
+            if done is not None:
+                done()
             return
+        self._metrics.ended(call, outcome, ended - record.started)
         if outcome == "complete" and call.nonce is not None and call.status == 200:
             if call.tap_lines:
                 self.untapped_in_a_row = 0
@@ -295,6 +335,10 @@ class Capture:
         limit = 0 if self._commit_overdue else _COMMIT_SECONDS
         timer = loop.call_later(limit, release, True)
         return done
+
+    def _release(self, flow: http.HTTPFlow) -> None:
+        self._calls.pop(flow.id, None)
+        self._metrics.in_flight.set(self.in_flight)
 
     def _call(self, flow: http.HTTPFlow) -> Call | None:
         known = self._calls.get(flow.id)

@@ -11,27 +11,22 @@ from urllib.parse import unquote_plus
 
 REDACTED = "REDACTED"
 
-# One of the words of the name, which hyphens and the like separate, ends so. Words are also run
-# together ("apikey", "accesstoken"), hence endings; a harmless "monkey" is the price.
-_SECRET_ENDINGS = (
-    "auth",
-    "authorization",
-    "authentication",
-    "cookie",
-    "credential",
-    "credentials",
-    "jwt",
-    "key",
-    "passwd",
-    "password",
-    "secret",
-    "signature",
-    "token",
+# One of the words of the name, which hyphens and the like separate, is such a word or ends so; a
+# plural or a number at its end makes no difference. Words are also run together ("apikey",
+# "accesstoken"), hence endings; a harmless "monkey" is the price.
+_SECRET_WORD = re.compile(
+    "(?:pass|pwd|sig|.*(?:auth|authorization|authentication|bearer|cookie|credential|jwt|key"
+    "|passphrase|passwd|password|secret|signature|token))s?[0-9]*"
 )
 # "Key" here is the key of a retry, not of a door: what tells a retried call from a new one.
 _HARMLESS = frozenset({"idempotency-key", "x-idempotency-key"})
+# Of a name with this word, "tokens" are what a model counts.
+_COUNTED = "ratelimit"
 _URL_HEADERS = frozenset({"referer", "location", "content-location"})
 _SEPARATOR = re.compile(r"[^a-z0-9]+")
+_USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
+_PARAMETER_NAME = re.compile(r"(?<=[?&;#])([^=?&;#\s]+)=")
+_PARAMETER_VALUE = re.compile(r"[^&;#\s]*")
 
 
 @lru_cache(maxsize=1024)
@@ -40,7 +35,8 @@ def is_secret(name: str) -> bool:
     lower = name.lower()
     if lower in _HARMLESS:
         return False
-    return any(word.endswith(_SECRET_ENDINGS) for word in _SEPARATOR.split(lower))
+    words = _SEPARATOR.split(lower)
+    return _COUNTED not in words and any(map(_SECRET_WORD.fullmatch, words))
 
 
 def headers(fields: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -49,23 +45,24 @@ def headers(fields: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def url(text: str) -> str:
-    """Return a URL or request target with the values of secret query parameters replaced.
+    """Return a URL, request target or text with URLs in it, without the credentials in those.
 
-    Everything else stays as it is spelled.
+    Replaced are user names with passwords, and the values of secret parameters in query and
+    fragment, also of a URL that is itself a parameter. Everything else stays as it is spelled.
     """
-    head, mark, tail = text.partition("?")
-    if not mark:
-        return text
-    query, hash_mark, fragment = tail.partition("#")
-    return head + mark + re.sub(r"[^&;]+", _parameter, query) + hash_mark + fragment
+    text = _USERINFO.sub(f"{REDACTED}@", text)
+    kept, position = [], 0
+    while found := _PARAMETER_NAME.search(text, position):
+        kept.append(text[position : found.end()])
+        position = found.end()
+        if is_secret(unquote_plus(found[1])):
+            kept.append(REDACTED)
+            value = _PARAMETER_VALUE.match(text, position)
+            position = value.end() if value else position
+    return "".join(kept) + text[position:]
 
 
 def _header_value(name: str, value: str) -> str:
     if is_secret(name):
         return REDACTED
-    return url(value) if name.lower() in _URL_HEADERS else value
-
-
-def _parameter(match: re.Match[str]) -> str:
-    name, equals, _ = match[0].partition("=")
-    return f"{name}={REDACTED}" if equals and is_secret(unquote_plus(name)) else match[0]
+    return url(value) if "://" in value or name.lower() in _URL_HEADERS else value

@@ -51,13 +51,15 @@ def route(method: str, target: str) -> Route:
     return _CALLS.get(path, "other")
 
 
-def last_event(call: Route, text: bytes) -> int:
+def last_event(call: Route, text: bytes, at_line_start: bool = True) -> int:
     """Return where in ``text`` a line starts that begins the stream's last event, -1 if none does.
 
-    ``text`` must begin at the start of a line.
+    ``at_line_start``: ``text`` itself begins at the start of a line.
     """
     for start in _LAST_EVENT.get(call, ()):
-        found = text.find(start)
-        if found >= 0 and (found == 0 or text[found - 1] == 0x0A):
-            return found
+        if at_line_start and text.startswith(start):
+            return 0
+        newline = text.find(b"\n" + start)
+        if newline >= 0:
+            return newline + 1
     return -1

@@ -114,7 +114,7 @@ class BodyCutter:
 
     def finish(self) -> bytes:
         held, self.held = self.held, b""
-        for line in bytes(self._tail).split(b"\n"):
+        for line in bytes(self._tail).split(b"\n")[:-1]:  # Without its newline a line is torn.
             if line.startswith(self._marker):
                 self.lines.append(line[len(self._marker) :].decode("utf-8", "replace"))
         return held

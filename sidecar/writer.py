@@ -79,7 +79,7 @@ class Writer:
 
     @property
     def lost(self) -> int:
-        """Records dropped because they could not be written and the queue was full."""
+        """Records that could not be made, or be written while the queue was full."""
         return self._refused + self._given_up
 
     @property
@@ -98,6 +98,7 @@ class Writer:
     def put(self, record: Record, done: Done | None = None) -> bool:
         """Queue a record; False if it is lost because the queue is full.
 
+        An ``Exception`` of the encoder, on text that is not Unicode, is the caller's to ``lose``.
         ``done`` is called, in any thread, as soon as the record is in the file, or as it is known
         that this will take longer because writing fails. It must not raise.
         """
@@ -107,11 +108,15 @@ class Writer:
             self._bytes_in += len(line)
             self._queue.put((line, done))
         else:
-            self._loss_reason = self.failure or "the queue was full"
-            self._refused += 1
+            self.lose(self.failure or "the queue was full")
             if done is not None:
                 done()
         return kept
+
+    def lose(self, reason: str) -> None:
+        """Count a record that is lost before it could be queued; for the thread that puts."""
+        self._loss_reason = reason
+        self._refused += 1
 
     def close(self, timeout: float) -> None:
         """Write and sync what is queued, then end the thread; give up after ``timeout`` seconds."""

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import uvicorn
@@ -143,3 +144,38 @@ async def _reply(
     await send({"type": "http.response.body", "body": body, "more_body": tap is not None})
     if tap is not None:
         await send({"type": "http.response.body", "body": tap})
+
+
+class FakeTornServer:
+    """Answers with tap lines and dies in the middle of them, after the agent's part of a reply."""
+
+    def __init__(self) -> None:
+        self._server = ThreadingTCPServer(("127.0.0.1", 0), _TornReply)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _TornReply(StreamRequestHandler):
+    def handle(self) -> None:
+        fields: dict[str, str] = {}
+        while line := self.rfile.readline().strip().decode():
+            name, _, value = line.partition(":")
+            fields[name.lower()] = value.strip()
+        ask = json.loads(self.rfile.read(int(fields.get("content-length", 0))) or b"{}")
+        line_of_tap = wire.line(fields.get(wire.HEADER, "0"), {"e": "prompt"})
+        if ask.get("stream"):
+            head = "Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+            pieces = [line_of_tap + b"data: 1\n\n", b"data: [DONE]\n\n"]
+            pieces = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces]
+        else:
+            head = f"{wire.LENGTH_HEADER}: 9\r\nContent-Length: {9 + 2 * len(line_of_tap)}\r\n"
+            pieces = [b'{"a":"b"}', line_of_tap + line_of_tap[:-1]]
+        self.wfile.write(f"HTTP/1.1 200 OK\r\n{head}\r\n".encode())
+        for piece in pieces:
+            self.wfile.write(piece)
+            time.sleep(0.05)

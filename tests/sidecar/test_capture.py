@@ -18,10 +18,11 @@ from sidecar.writer import Writer
 
 
 class FakeSink:
-    """Keeps records in a list, or raises: what a writer never does."""
+    """Keeps records in a list, or raises."""
 
     def __init__(self) -> None:
         self.records: list[Exchange] = []
+        self.lost: list[str] = []
         self.broken = False
         self.hanging = False
         self.waiting: list[Callable[[], None]] = []
@@ -34,6 +35,9 @@ class FakeSink:
         if done is not None:
             (self.waiting.append if self.hanging else lambda call: call())(done)
         return True
+
+    def lose(self, reason: str) -> None:
+        self.lost.append(reason)
 
 
 class FakePuller:
@@ -166,6 +170,7 @@ async def test_a_fault_in_the_sink_is_counted(capture, sink, metrics):
     assert stream(flow, b"{}", b"") == [b"{}", []]
     await capture.response(flow)
     assert (faults(metrics), capture.in_flight) == (1, 0)
+    assert sink.lost == ["a record could not be made: RuntimeError"]
 
 
 async def test_a_call_is_recorded_once(capture, sink):
@@ -174,17 +179,17 @@ async def test_a_call_is_recorded_once(capture, sink):
     capture.responseheaders(flow)
     stream(flow, b"data: 1\n\n", b"")
     await capture.response(flow)
-    capture.error(flow)
+    await capture.error(flow)
     capture.stop()
     assert [record.outcome for record in sink.records] == ["complete"]
 
 
-def test_an_error_after_the_sidecar_was_stopped_is_harmless(capture, sink):
+async def test_an_error_after_the_sidecar_was_stopped_is_harmless(capture, sink):
     flow = chat_flow()
     capture.requestheaders(flow)
     capture.stop()
     flow.error = tflow.terr("late")
-    capture.error(flow)
+    await capture.error(flow)
     assert [record.outcome for record in sink.records] == ["sidecar_stopped"]
 
 

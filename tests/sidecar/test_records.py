@@ -2,9 +2,11 @@
 
 import time
 
+import pytest
+
 from sidecar.record import Exchange, SidecarStarted
 from tests.sidecar.client import Connection, get, post
-from tests.sidecar.fake_engine import FakeEngine
+from tests.sidecar.fake_engine import FakeEngine, FakeTornServer
 from tests.sidecar.running import records
 
 CHAT = "/v1/chat/completions"
@@ -247,6 +249,66 @@ def test_an_upstream_without_the_tap_is_loud_and_harmless(start):
     status, errors = sidecar.stop()
     assert status == 0 and "NO TOKENS ARE CAPTURED" in errors and "ridealong serve" in errors
     engine.close()
+
+
+def test_what_was_held_back_reaches_the_client_when_the_upstream_dies(start):
+    server = FakeTornServer()
+    sidecar = start(server.url)
+    for stream, end in ((True, b"data: [DONE]\n\n\r\n"), (False, b'{"a":"b"}')):
+        connection = Connection(sidecar.port)
+        connection.socket.sendall(post(f"/r/torn-{stream}{CHAT}", {"stream": stream}))
+        assert connection.read_to_end().endswith(end)
+        call = call_of(sidecar, f"torn-{stream}")
+        assert call.outcome == "upstream_error" and len(call.tap) == 1
+        assert call.response and call.response.body
+        assert call.response.body.raw().endswith(end.removesuffix(b"\r\n"))
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"Content-Length: 2\r\nX-Ridealong-Tap-Length: 5000\r\n",
+        b"Content-Length: 2\r\nX-Ridealong-Tap-Length: " + b"9" * 5000 + b"\r\n",
+        b"Content-Length: 2\r\nX-Ridealong-Tap-Length: -1\r\n",
+        b"X-Ridealong-Tap-Length: 1\r\nTransfer-Encoding: chunked\r\n",
+        b"Content-Type: text/event-stream\r\nX-Ridealong-Tap-Length: 1\r\n"
+        b"Transfer-Encoding: chunked\r\n",
+    ],
+)
+def test_a_tap_length_that_can_not_be_true_changes_nothing(raw_server, raw_sidecar, fields):
+    body = b"2\r\n{}\r\n0\r\n\r\n" if b"chunked" in fields else b"{}"
+    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
+    raw_server.reset, raw_server.answer = False, [head + fields + b"\r\n" + body]
+    connection = Connection(raw_sidecar.port)
+    connection.socket.sendall(post(CHAT, {}, "Connection: close"))
+    reply = connection.read_to_end()
+    expected = b"".join(
+        line for line in fields.splitlines(keepends=True) if not line.startswith(b"X-Ride")
+    )
+    assert reply == head + expected + b"\r\n" + body
+    assert raw_sidecar.metric("ridealong_sidecar_faults_total") == 0
+
+
+def test_a_session_that_is_not_utf8(engine, sidecar):
+    request = post(f"/r/latin{CHAT}", {}, "x-ridealong-session: @@").replace(b"@@", b"\xff\xfe")
+    Connection(sidecar.port).ask(request)
+    assert call_of(sidecar, "latin").session.session == "\xff\xfe"
+
+
+def test_trailers_leave_nothing_in_flight(engine, start):
+    sidecar = start(engine.url)
+    connection = Connection(sidecar.port)
+    connection.socket.sendall(
+        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        "2\r\n{}\r\n0\r\nX-T: 1\r\n\r\n".encode()
+    )
+    eventually(lambda: sidecar.health()["in_flight"] == 1)
+    time.sleep(0.2)
+    connection.close()
+    (call,) = sidecar.calls(1)
+    assert (call.outcome, call.response) == ("cancelled", None)
+    eventually(lambda: sidecar.health()["in_flight"] == 0)
 
 
 def self_signed(directory) -> tuple[str, str]:

@@ -18,10 +18,24 @@ SECRET_NAMES = [
     "xApiKey",
     "X_ACCESS_TOKEN",
     "x-webhook-signature-key",
+    "ApiKey1",
+    "X-Pass",
+    "X-Passwd",
+    "X-Secrets",
+    "X-Tokens",
+    "X-Bearer",
+    "cookie2",
+    "X-Amz-Credentials",
+    "pwd",
+    "sig",
 ]
 HARMLESS_NAMES = [
     "content-type",
     "x-ridealong-session",
+    "x-claude-code-session-id",
+    "session-id",
+    "thread-id",
+    "x-bypass",
     "x-request-id",
     "x-stainless-retry-count",
     "x-ratelimit-remaining-tokens",
@@ -56,7 +70,7 @@ def test_no_secret_survives_and_nothing_else_changes(secret_name, case, secret, 
 
 @given(
     st.sampled_from(
-        ["key", "api_key", "token", "access_token", "apiKey", "X-Api-Key", "api%5Fkey"]
+        ["key", "api_key", "access_token", "apiKey", "api%5Fkey", "sig", "signature", "pwd"]
     ),
     SECRET,
     st.sampled_from(["/v1/x", "/v1/x/", "https://h/p"]),
@@ -73,8 +87,32 @@ def test_a_url_without_secrets_stays_as_it_is(text):
     assert url(text) == text
 
 
+def test_a_long_url_takes_no_longer_than_it_is():
+    text = "/v1" + "?a=" * 100_000
+    assert url(text + "&key=QZ") == f"{text}&key={REDACTED}"
+
+
 def test_urls_in_headers():
     assert headers([("Location", "https://h/?token=QZ1"), ("Referer", "/a?b=c")]) == [
         ("Location", f"https://h/?token={REDACTED}"),
         ("Referer", "/a?b=c"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("https://u:QZ@h/x#access_token=QZ", "https://REDACTED@h/x#access_token=REDACTED"),
+        ("https://QZ@h", "https://REDACTED@h"),
+        (
+            "https://h/a@b?u=http://v:QZ@w/?sig=Q?Z",
+            "https://h/a@b?u=http://REDACTED@w/?sig=REDACTED",
+        ),
+        (
+            "<https://h/?a=1>; x, <https://h/?pwd=QZ>",
+            "<https://h/?a=1>; x, <https://h/?pwd=REDACTED",
+        ),
+    ],
+)
+def test_urls_in_any_header(before, after):
+    assert headers([("X-Url", before)]) == [("X-Url", after)]

@@ -61,7 +61,13 @@ def test_a_run_prefix_never_changes_what_follows_it(run, rest):
         ("messages", b"event: message_delta\ndata: {}\n\n", -1),
         ("responses", b"\nevent: response.completed\n", 1),
         ("other", b"data: [DONE]\n\n", -1),
+        ("chat", b'data: {"c":"data: [DONE]"}\n\ndata: [DONE]\n\n', 28),
     ],
 )
 def test_last_event(call, text, expected):
     assert last_event(call, text) == expected
+
+
+def test_a_piece_that_begins_within_a_line():
+    text = b'data: [DONE]"}\n\ndata: [DONE]\n\n'
+    assert last_event("chat", text, at_line_start=False) == 16

@@ -170,6 +170,19 @@ def test_closing_gives_up_on_a_broken_disk(tmp_path, monkeypatch):
     assert writer.lost == 2
 
 
+def test_a_record_that_can_not_be_encoded_is_reported_as_lost(tmp_path):
+    writer = make(tmp_path)
+    unencodable = SidecarStarted(at=1, sidecar="\udcff", upstream="", ridealong="")
+    with pytest.raises(UnicodeEncodeError):
+        writer.put(unencodable)
+    writer.lose("a record could not be made")
+    put_and_wait(writer, numbered(1))
+    writer.close(5)
+    assert writer.lost == 1
+    (lost,) = [record for record in records(tmp_path) if isinstance(record, RecordsLost)]
+    assert (lost.count, lost.reason) == (1, "a record could not be made")
+
+
 def test_a_record_is_synced_within_about_a_second(tmp_path, monkeypatch):
     synced = threading.Event()
     monkeypatch.setattr(Shard, "sync", lambda _: synced.set())
