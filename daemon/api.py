@@ -1,12 +1,12 @@
 """The daemon's HTTP API: registering runs, rewards, and the answer to where everything is.
 
 Errors are JSON, ``{"error": "one line"}``: 400 for a request of the wrong shape, 404 for an unknown
-run or call, 409 for one that contradicts what has been decided.
+run or call, 409 for one that contradicts what was said or decided before, 500 for a fault of ours.
 """
 
 import ipaddress
 import json
-import math
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,11 @@ from daemon.state import Conflict, State
 from daemon.status import StatusReport
 from deploy.errors import UserError
 
+logger = logging.getLogger(__name__)
+
+MAX_GROUP_SIZE = 10_000
+MAX_REWARD = 1e6
+
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Label = Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -30,7 +35,7 @@ class NewRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     run: Identifier
     group: Identifier | None = None
-    group_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    group_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUP_SIZE)] | None = None
     task: Label = ""
     rewards: list[Identifier] = []
 
@@ -151,8 +156,11 @@ class Api:
         new = await _body(request, NewReward)
         if (new.run is None) == (new.call is None):
             raise _BadRequest("name either a run or a call")
-        if not math.isfinite(new.value):
-            raise _BadRequest(f"the value must be a finite number, not {new.value}")
+        if not abs(new.value) <= MAX_REWARD:
+            raise _BadRequest(
+                f"the value must lie between {-MAX_REWARD:.0f} and {MAX_REWARD:.0f}, "
+                f"not {new.value:g}: scale the rewards down"
+            )
         key = self._state.add_reward(
             run=new.run,
             call=new.call,
@@ -175,8 +183,11 @@ class _NotFound(Exception):
 async def _body[T: msgspec.Struct](request: web.Request, shape: type[T]) -> T:
     try:
         return msgspec.json.decode(await request.read(), type=shape)
-    except msgspec.MsgspecError as error:
-        raise _BadRequest(f"{request.method} {request.path}: {error}") from None
+    except web.HTTPException:
+        raise
+    except Exception as error:  # Whatever is wrong with the body: its encoding, nesting, shape.
+        reason = " ".join(str(error).split())
+        raise _BadRequest(f"{request.method} {request.path}: {reason}") from None
 
 
 def _call(row: dict[str, Any]) -> dict[str, Any]:
@@ -190,18 +201,20 @@ def _call(row: dict[str, Any]) -> dict[str, Any]:
 async def _errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
+    where = f"{request.method} {request.path}"
     try:
         return await handler(request)
-    except _BadRequest as error:
-        return web.json_response({"error": str(error)}, status=400)
-    except _NotFound as error:
-        return web.json_response({"error": str(error)}, status=404)
-    except Conflict as error:
-        return web.json_response({"error": str(error)}, status=409)
+    except (_BadRequest, _NotFound, Conflict) as error:
+        status = {_BadRequest: 400, _NotFound: 404, Conflict: 409}[type(error)]
+        reason = str(error)
     except web.HTTPException as error:
-        return web.json_response(
-            {"error": f"{request.method} {request.path}: {error.reason}"}, status=error.status
-        )
+        status, reason = error.status, f"{where}: {error.reason}"
+    except UnicodeError:
+        status, reason = 400, f"{where}: a name is not valid Unicode"
+    except Exception as error:
+        logger.exception("%s failed", where)
+        status, reason = 500, f"{where}: {type(error).__name__}, see the daemon's log"
+    return web.json_response({"error": reason}, status=status)
 
 
 class _StatusCollector(Collector):

@@ -58,9 +58,15 @@ def read(exchange: Exchange) -> list[Entry]:
             )
             for call in reading.calls
         ]
-    if exchange.outcome != "complete":
+    readable = all(failure.name != calls.UNREADABLE for failure in reading.failures)
+    if exchange.outcome != "complete" and readable:
         return [Entry(exchange.id, None, "unchecked", exchange.outcome)]
     return [_failed(exchange, reading.failures)]
+
+
+def unreadable(exchange: Exchange, error: Exception) -> Entry:
+    """The entry of an exchange that ``read`` failed on in an unforeseen way."""
+    return _failed(exchange, (Failure("unreadable exchange", repr(error)),))
 
 
 def _failed(exchange: Exchange, failures: tuple[Failure, ...]) -> Entry:

@@ -4,6 +4,7 @@ A group is the rollouts of one task; its rewards are each other's baseline. It i
 a whole: trained or skipped, with a reason either way.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -63,7 +64,7 @@ def fate(run: RunView, now: float, policy: Policy) -> str | None:
     if not run.trainable_calls:
         return "no trainable call"
     if run.reward is not None:
-        return "graded"
+        return "graded" if math.isfinite(run.reward) else "the sum of its rewards is not finite"
     return None if now < run.ended + policy.reward_window else "no reward inside the window"
 
 

@@ -2,21 +2,23 @@
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
 from daemon import exchange, runs
 from daemon.state import CallRow, Fault, State
-from daemon.tail import shard_sizes
+from daemon.tail import list_shards
 from sidecar import record
 from sidecar.record import Exchange, RecordsLost, SidecarStarted
 from sidecar.shards import Frame, read_frames
 from tokenization.calls import version_spans
 
 logger = logging.getLogger(__name__)
+
+MAX_LOST = 2**31
+UNSTORABLE = (sqlite3.IntegrityError, sqlite3.DataError, OverflowError, UnicodeError)
 
 
 class Ingester:
@@ -34,7 +36,10 @@ class Ingester:
     async def catch_up(self) -> int:
         """Read all that is there now; returns the number of frames read."""
         began = time.time()
-        sizes = await asyncio.to_thread(shard_sizes, self._traces)
+        listing = await asyncio.to_thread(list_shards, self._traces)
+        for name, why in listing.unreadable.items():
+            self._note_unreadable(name, 0, why)
+        sizes = listing.sizes
         offsets = self._state.offsets()
         count = 0
         for name, size in sizes.items():
@@ -42,7 +47,7 @@ class Ingester:
                 count += await self._read_shard(name, offsets.get(name, 0))
             elif size < offsets.get(name, 0):
                 self._note_truncated(name, size, offsets[name])
-        gone = [name for name in offsets if name not in sizes]
+        gone = [name for name in offsets if name not in sizes and name not in listing.unreadable]
         if gone:
             self._state.mark_gone(gone)
         self.caught_up = began
@@ -54,16 +59,27 @@ class Ingester:
         while True:
             try:
                 read = await asyncio.to_thread(_read_next, frames)
-            except OSError as error:
-                logger.error("shard %s can't be read: %s", name, error)
+            except Exception as error:  # One odd file must not stop all others from being read.
+                self._note_unreadable(name, offset, str(error) or repr(error))
                 return count
             if read is None:
                 return count
             frame, calls, faults = read
             for fault in faults:
                 logger.error("shard %s at %d: %s: %s", name, frame.offset, fault.kind, fault.detail)
-            self._state.commit_frame(name, frame.offset, frame.next_offset, calls, faults)
+            try:
+                self._state.commit_frame(name, frame.offset, frame.next_offset, calls, faults)
+            except UNSTORABLE as error:
+                # A value that no table takes would be met again at every restart.
+                logger.exception("shard %s at %d can't be stored", name, frame.offset)
+                lost = [Fault("unusable frame", repr(error), max(len(frame.lines), 1))]
+                self._state.commit_frame(name, frame.offset, frame.next_offset, [], lost)
+            offset = frame.next_offset
             count += 1
+
+    def _note_unreadable(self, name: str, offset: int, why: str) -> None:
+        if self._state.note_fault(name, offset, Fault("unreadable shard", why)):
+            logger.error("shard %s can't be read at %d: %s", name, offset, why)
 
     def _note_truncated(self, name: str, size: int, offset: int) -> None:
         """A shard only grows; a shorter one was tampered with. What was read of it stays."""
@@ -86,12 +102,14 @@ def read_frame(frame: Frame) -> tuple[list[CallRow], list[Fault]]:
     for number, line in enumerate(frame.lines):
         try:
             entry = record.decode(line)
-        except msgspec.MsgspecError as error:
+        except Exception as error:  # Not only a wrong shape: nesting too deep, for one.
             faults.append(Fault("unreadable record", f"line {number}: {error}"))
             continue
         match entry:
             case Exchange():
                 rows += _rows(entry, number, faults)
+            case RecordsLost() if not 0 <= entry.count < MAX_LOST:
+                faults.append(Fault("unreadable record", f"line {number}: count {entry.count}"))
             case RecordsLost():
                 faults.append(Fault("records lost", entry.reason, entry.count))
             case SidecarStarted():
@@ -108,7 +126,7 @@ def _rows(call: Exchange, line: int, faults: list[Fault]) -> Sequence[CallRow]:
     except Exception as error:  # One strange exchange must not stop all others from being read.
         logger.exception("exchange %s can't be read", call.id)
         faults.append(Fault("unreadable exchange", f"{call.id}: {error!r}"))
-        return ()
+        entries = [exchange.unreadable(call, error)]
     rows = []
     for entry in entries:
         tokens = entry.call

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from daemon.runs import RunKey
 from deploy.errors import UserError
@@ -264,19 +265,38 @@ class State:
         faults: Sequence[Fault],
     ) -> None:
         """Take in one frame: its calls, its faults and the new offset, all or nothing."""
-        now = time.time()
         with self._transaction() as db:
             for call in calls:
                 self._insert_call(db, call, shard, offset)
-            db.executemany(
-                "INSERT INTO faults (at, shard, offset, kind, count, detail) VALUES (?,?,?,?,?,?)",
-                [(now, shard, offset, f.kind, f.count, f.detail) for f in faults],
-            )
+            self._insert_faults(db, shard, offset, faults)
             db.execute(
                 "INSERT INTO shards (name, offset) VALUES (?, ?) "
                 "ON CONFLICT (name) DO UPDATE SET offset = excluded.offset, gone = 0",
                 (shard, next_offset),
             )
+
+    def note_fault(self, shard: str, offset: int, fault: Fault) -> bool:
+        """Record a fault that is met again at every look; returns whether it is new."""
+        known = self.row(
+            "SELECT 1 FROM faults WHERE shard = ? AND offset = ? AND kind = ? AND detail = ?",
+            shard,
+            offset,
+            fault.kind,
+            fault.detail,
+        )
+        if known is None:
+            with self._transaction() as db:
+                self._insert_faults(db, shard, offset, [fault])
+        return known is None
+
+    def _insert_faults(
+        self, db: sqlite3.Connection, shard: str, offset: int, faults: Sequence[Fault]
+    ) -> None:
+        now = time.time()
+        db.executemany(
+            "INSERT INTO faults (at, shard, offset, kind, count, detail) VALUES (?,?,?,?,?,?)",
+            [(now, shard, offset, f.kind, f.count, f.detail) for f in faults],
+        )
 
     def _insert_call(self, db: sqlite3.Connection, call: CallRow, shard: str, offset: int) -> None:
         # The same record in two shards (a copied file) is one call.
@@ -339,7 +359,11 @@ class State:
                 )
             return found["id"], "open" if idle else found["state"]
         (earlier,) = db.execute("SELECT count(*) FROM runs WHERE key = ?", (key.name,)).fetchone()
-        run = f"{key.name}#{earlier + 1}" if earlier else key.name
+        run, number = f"{key.name}#{earlier + 1}" if earlier else key.name, earlier + 1
+        # Somebody may have registered a run under just this name.
+        while db.execute("SELECT 1 FROM runs WHERE id = ?", (run,)).fetchone():
+            number += 1
+            run = f"{key.name}#{number}"
         db.execute(
             "INSERT INTO runs (id, key, registered, first_seen, last_seen) VALUES (?, ?, 0, ?, ?)",
             (run, key.name, call.started, call.ended),
@@ -351,10 +375,10 @@ class State:
     def register_run(
         self, run: str, group: str | None, group_size: int | None, task: str, rewards: list[str]
     ) -> None:
-        """Announce a run. Repeating it is allowed.
+        """Announce a run. Repeating it with the same fields is allowed.
 
         Raises:
-            Conflict: the run exists with another group, or its group has been decided.
+            Conflict: the run was registered otherwise, or it or its group has been decided.
         """
         now = time.time()
         with self._transaction() as db:
@@ -362,6 +386,13 @@ class State:
             if known is not None and known["registered"]:
                 if known["group_id"] != group:
                     raise Conflict(f"run {run} is already registered in group {known['group_id']}")
+                for what, before, now_said in (
+                    ("group_size", known["group_size"], group_size),
+                    ("task", known["task"], task),
+                    ("rewards", sorted(json.loads(known["rewards_expected"])), sorted(rewards)),
+                ):
+                    if before != now_said:
+                        raise Conflict(f"run {run} is already registered with {what} {before!r}")
                 return
             if known is not None and known["state"] not in ("open", "ended"):
                 raise Conflict(f"run {run} has already been decided: {known['state']}")
@@ -428,14 +459,19 @@ class State:
         may still be on their way.
 
         Raises:
-            Conflict: the run has been decided, or ended more than ``window`` seconds ago.
+            Conflict: the key belongs to another run, call or name, or the run has been decided or
+                ended more than ``window`` seconds ago.
         """
         now = time.time()
-        key = key or f"{run or call}/{name}"
+        # Quoted, so that no two names give the same key.
+        owner_kind, owner_id = ("call", call) if run is None else ("run", run)
+        key = key or f"{owner_kind}:{quote(str(owner_id), safe='')}/{quote(name, safe='')}"
         with self._transaction() as db:
             known = db.execute("SELECT * FROM rewards WHERE key = ?", (key,)).fetchone()
             if known is not None and (known["call"] != call or (run and known["run"] != run)):
                 raise Conflict(f"reward key {key} belongs to another run or call")
+            if known is not None and known["name"] != name:
+                raise Conflict(f"reward key {key} belongs to the reward {known['name']!r}")
             if known is not None and known["value"] == value:
                 return key
             if run is None:
@@ -456,12 +492,14 @@ class State:
     def undecided_runs(self) -> list[dict[str, Any]]:
         """Return the runs that no decision has been made on, with what a decision needs.
 
-        ``reward`` is the sum of the run's rewards, None when there is none; ``reward_names`` the
-        names that have come.
+        ``reward`` is the sum of the run's rewards, None when there is none, not finite when they
+        have no sum; ``reward_names`` the names that have come.
         """
         return self.rows(
             "SELECT runs.*, "
-            "(SELECT sum(value) FROM rewards WHERE rewards.run = runs.id) AS reward, "
+            # SQLite turns a sum that is not a number into NULL, which would read as no reward.
+            "(SELECT coalesce(sum(value), CASE WHEN count(*) > 0 THEN 9e999 END) "
+            "FROM rewards WHERE rewards.run = runs.id) AS reward, "
             "(SELECT json_group_array(DISTINCT name) FROM rewards WHERE rewards.run = runs.id) "
             "AS reward_names, "
             "(SELECT count(*) FROM calls WHERE calls.run = runs.id AND calls.status = 'waiting') "

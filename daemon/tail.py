@@ -6,6 +6,8 @@ File events are fast but get lost (network file systems, full queues), so the fo
 import asyncio
 import contextlib
 import logging
+import stat
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
@@ -18,13 +20,37 @@ from sidecar.shards import SUFFIX
 logger = logging.getLogger(__name__)
 
 
-def shard_sizes(directory: Path) -> dict[str, int]:
-    """Return the shards of a folder and their sizes in bytes, oldest first; empty when missing."""
-    sizes = {}
+@dataclass
+class Listing:
+    """The shards of a folder, oldest first: name → size in bytes, and name → why it can't be read.
+
+    A name that is not UTF-8 is listed with its odd bytes escaped.
+    """
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+
+def list_shards(directory: Path) -> Listing:
+    """List the shards of a folder; empty when it is missing."""
+    listing = Listing()
     for path in sorted(directory.glob(f"*{SUFFIX}")):
-        with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
-            sizes[path.name] = path.stat().st_size
-    return sizes
+        try:
+            path.name.encode()
+            status = path.stat()
+        except UnicodeEncodeError:
+            name = path.name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+            listing.unreadable[name] = "its name is not UTF-8"
+        except FileNotFoundError:
+            pass  # deleted since it was listed
+        except OSError as error:
+            listing.unreadable[path.name] = str(error)
+        else:
+            if stat.S_ISREG(status.st_mode):
+                listing.sizes[path.name] = status.st_size
+            else:
+                listing.unreadable[path.name] = "it is not a file"
+    return listing
 
 
 class Tail:

@@ -44,6 +44,8 @@ _PAYLOAD_BYTES = _HEADER.size - 8
 # Level 3 compresses a model call about as well as level 9 and takes under a millisecond for one of
 # 100 KB; from level 10 on the writer thread would compete with the proxy for the interpreter.
 _LEVEL = 3
+_MAX_TEXT_BYTES = 2**30
+"""Decompressed size beyond which a frame counts as damaged: it would take the reader's memory."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,9 @@ def _decode(data: bytes, crc: int, count: int) -> list[bytes]:
     if zlib.crc32(data) != crc:
         raise ValueError("the data does not match its checksum")
     try:
+        size = zstandard.frame_content_size(data)
+        if size > _MAX_TEXT_BYTES:
+            raise ValueError(f"the data claims a size of {size} bytes")
         lines = _split(zstandard.ZstdDecompressor().decompress(data))
     except zstandard.ZstdError as error:
         raise ValueError(f"the data can't be decompressed: {error}") from None
@@ -226,19 +231,22 @@ def _read_without_header(file: BinaryIO, offset: int, start: int) -> Frame:
     """Read the data frame behind a damaged header: decoding it shows where it ends."""
     decompressor = zstandard.ZstdDecompressor().decompressobj()
     file.seek(start)
-    text, end = b"", start
+    text, end = bytearray(), start
     try:
         while not decompressor.eof:
-            chunk = file.read(1 << 16)
+            # Small: a byte of input can become 32 KiB of output.
+            chunk = file.read(1 << 12)
             if not chunk:
                 raise zstandard.ZstdError("the file ends before it")
             text += decompressor.decompress(chunk)
+            if len(text) > _MAX_TEXT_BYTES:
+                raise zstandard.ZstdError(f"the data has more than {_MAX_TEXT_BYTES} bytes")
             end += len(chunk)
     except zstandard.ZstdError as error:
         size = os.fstat(file.fileno()).st_size
         reason = f"header and data are damaged, nothing can be read from here on: {error}"
         return Frame(offset, size, error=reason)
-    return Frame(offset, end - len(decompressor.unused_data), _split(text))
+    return Frame(offset, end - len(decompressor.unused_data), _split(bytes(text)))
 
 
 def _data_length(header: bytes) -> int | None:

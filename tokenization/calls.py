@@ -18,6 +18,9 @@ Item = tuple[str, ...]
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
+UNREADABLE = "unreadable tap"
+"""Name of the failure of an exchange whose tap can't be decoded."""
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -129,7 +132,7 @@ def read(
     try:
         requests = wire.decode(exchange.tap)
     except wire.TapError as error:
-        return Reading((), (checks.Failure("unreadable tap", str(error)),))
+        return Reading((), (checks.Failure(UNREADABLE, str(error)),))
     shared = checks.check_counts(
         requests,
         prompt_tokens=usage.prompt_tokens if usage else None,

@@ -14,7 +14,8 @@ from typing import Any
 from sidecar.record import Outcome
 from tokenization.tap.wire import EngineOutput, EngineRequest
 
-VERSION = re.compile(r"v(\d+)")
+VERSION = re.compile(r"v([0-9]{1,9})")
+MAX_TEMPERATURE = 1e6
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1, 1.0),
@@ -118,8 +119,14 @@ def check_sampling(params: dict[str, Any]) -> list[Failure]:
     """
     failures = []
     temperature = params.get("temperature")
-    if not isinstance(temperature, int | float) or not temperature > 0:
-        failures.append(Failure("temperature", f"{temperature!r} is not a positive number"))
+    if (
+        not isinstance(temperature, int | float)
+        or isinstance(temperature, bool)
+        or not 0 < temperature <= MAX_TEMPERATURE
+    ):
+        failures.append(
+            Failure("temperature", f"{temperature!r} is not a positive number of usual size")
+        )
     mode = params.get("logprobs_mode")
     if mode != "processed_logprobs":
         failures.append(Failure("logprobs mode", f"{mode!r} instead of 'processed_logprobs'"))

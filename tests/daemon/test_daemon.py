@@ -465,6 +465,11 @@ def request(url: str, method: str, path: str, body: bytes | None = None) -> tupl
         ("/v1/rewards", b'{"value": 1, "run": "a", "call": "b"}', 400, "either a run or a call"),
         ("/v1/rewards", b'{"value": 1e999, "run": "a"}', 400, "out of range"),
         ("/v1/rewards", b'{"value": 1, "run": "a", "what": 2}', 400, "unknown field `what`"),
+        ("/v1/rewards", b'{"value": -1.1e6, "run": "a"}', 400, "between -1000000 and 1000000"),
+        ("/v1/rewards", b"[" * 200_000, 400, "POST /v1/rewards: "),
+        ("/v1/rewards", b"\xff\xfe", 400, "POST /v1/rewards: "),
+        ("/v1/rewards", rb'{"run": "\ud800", "value": 1}', 400, "POST /v1/rewards: "),
+        ("/v1/runs", b'{"run": "a", "group": "g", "group_size": 10001}', 400, "<= 10000"),
         ("/v1/runs", b'{"run": ""}', 400, "length >= 1"),
         ("/v1/runs", b'{"run": "a", "group": "g", "group_size": 0}', 400, ">= 1"),
         ("/v1/runs/nobody/end", b'{"status": "completed"}', 404, "no run nobody"),
@@ -485,6 +490,46 @@ async def test_run_can_not_change_its_group(daemon):
     await one.client.register_run("a", group="g", group_size=2)
     with pytest.raises(UserError, match="already registered in group g"):
         await one.client.register_run("a", group="h", group_size=2)
+
+
+@pytest.mark.parametrize("changes", [{"group_size": 3}, {"task": "u"}, {"rewards": ["b"]}])
+async def test_run_can_not_be_registered_otherwise(daemon, changes):
+    one = await daemon(train=False)
+    said = {"group": "g", "group_size": 2, "task": "t", "rewards": ["a", "c"]}
+    await one.client.register_run("a", **said)
+    await one.client.register_run("a", **{**said, "rewards": ["c", "a"]})
+    with pytest.raises(UserError, match="already registered with"):
+        await one.client.register_run("a", **{**said, **changes})
+
+
+async def test_reward_key_belongs_to_one_name(daemon):
+    one = await daemon(train=False)
+    await one.client.reward(run="a", value=1.0, name="x", key="k")
+    await one.client.reward(run="a", value=1.0, name="x", key="k")
+    with pytest.raises(UserError, match="key k belongs to the reward 'x'"):
+        await one.client.reward(run="a", value=1.0, name="y", key="k")
+
+
+async def test_default_reward_keys_do_not_collide(daemon):
+    one = await daemon(train=False)
+    given = [
+        await one.client.reward(run="p", name="q/r", value=1.0),
+        await one.client.reward(run="p/q", name="r", value=1.0),
+        await one.client.reward(call="p", name="q/r", value=1.0),
+        await one.client.reward(run="p%2Fq", name="r", value=1.0),
+    ]
+    assert len({reply["key"] for reply in given}) == 4
+
+
+async def test_fault_of_the_daemon_is_json_too(daemon, monkeypatch):
+    one = await daemon(train=False)
+
+    def fake_full_disk(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(State, "register_run", fake_full_disk)
+    got, error = await asyncio.to_thread(request, one.url, "POST", "/v1/runs", b'{"run": "a"}')
+    assert (got, error) == (500, "POST /v1/runs: OSError, see the daemon's log")
 
 
 async def test_health_and_metrics(daemon):

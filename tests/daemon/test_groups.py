@@ -1,5 +1,6 @@
 """Which rollouts may be trained."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -76,3 +77,11 @@ def test_zero_variance_is_skipped_unless_wanted():
     runs = [view("a"), view("b")]
     assert decide(runs, NOW, POLICY).reason == "zero reward variance (all 1)"
     assert decide(runs, NOW, replace(POLICY, skip_zero_variance=False)).action == "ready"
+
+
+@pytest.mark.parametrize("reward", [math.inf, -math.inf, math.nan])
+def test_run_whose_rewards_have_no_finite_sum_is_left_out(reward):
+    runs = [view("a"), view("b", reward=0.0), view("c", reward=reward)]
+    decision = decide(runs, NOW, POLICY)
+    assert [run.id for run in decision.rollouts] == ["a", "b"]
+    assert decision.left_out == {"c": "the sum of its rewards is not finite"}

@@ -1,14 +1,20 @@
 """From shards into the state, each frame once."""
 
+import os
 import sqlite3
+import struct
+import zlib
 
 import pytest
 
+from daemon import exchange as exchanges
 from daemon import replay
 from daemon.ingest import Ingester
 from daemon.state import SCHEMA_VERSION, State
 from deploy.errors import UserError
+from sidecar import record
 from sidecar.record import Body, RecordsLost, SidecarStarted
+from sidecar.shards import SUFFIX, ShardEncoder, read_frames
 from tests.daemon.recorded import append, exchange
 
 
@@ -104,8 +110,6 @@ async def test_unreadable_and_lost_records_are_counted(traces, state, ingester, 
 
 
 async def test_record_of_a_later_version_is_a_fault_not_an_error(traces, state, ingester):
-    from sidecar.shards import ShardEncoder
-
     (traces / "a.jsonl.zst").write_bytes(ShardEncoder().frame([b'{"type":"new"}\n', b"nonsense\n"]))
     append(traces / "a", [[exchange("1")]])
     await ingester.catch_up()
@@ -240,3 +244,116 @@ def test_file_that_is_no_database_is_refused(tmp_path):
     (tmp_path / "daemon.db").write_bytes(b"no database" * 100)
     with pytest.raises(UserError, match="can't be opened"):
         State(tmp_path / "daemon.db")
+
+
+async def test_numbered_id_that_somebody_registered_is_not_taken_again(traces, state, ingester):
+    state.register_run("peer:127.0.0.1#2", None, None, "", [])
+    append(traces / "a", [[exchange("1", run=None)]])
+    await ingester.catch_up()
+    state.end_idle_runs(before=2e9)
+    append(traces / "a", [[exchange("2", run=None)], [exchange("3", run="peer:127.0.0.1#3")]])
+    await ingester.catch_up()
+    found = {r["id"]: r["run"] for r in state.rows("SELECT id, run FROM calls")}
+    assert len(set(found.values())) == 3
+    assert found["2"] == "peer:127.0.0.1#3"
+
+
+async def test_odd_records_are_faults_and_the_rest_is_read(traces, state, ingester):
+    deep = b'{"type":"exchange","tap":' + b"[" * 100_000 + b"\n"
+    lost = [
+        b'{"type":"records_lost","at":1,"reason":"r","count":%d}\n' % count for count in (2**70, -1)
+    ]
+    (traces / f"a{SUFFIX}").write_bytes(ShardEncoder().frame([deep, *lost]))
+    append(traces / "a", [[exchange("1")]])
+    await ingester.catch_up()
+    assert sorted(calls(state)) == ["1"]
+    assert faults(state) == [("unreadable record", 1)] * 3
+
+
+async def test_frame_that_claims_a_huge_size_is_damaged(traces, state, ingester):
+    # A zstd frame header with an 8-byte content size (RFC 8878, section 3.1.1.1), an empty block.
+    data = struct.pack("<IBQ", 0xFD2FB528, 0b11100000, 2**50) + b"\x01\x00\x00"
+    head = struct.pack("<6I", 0x184D2A50, 20, len(data), 1, 1, zlib.crc32(data))
+    (traces / f"a{SUFFIX}").write_bytes(head + struct.pack("<I", zlib.crc32(head)) + data)
+    append(traces / "a", [[exchange("1")]])
+    (frame, _) = read_frames(traces / f"a{SUFFIX}")
+    assert frame.error == f"the data claims a size of {2**50} bytes"
+    await ingester.catch_up()
+    assert sorted(calls(state)) == ["1"]
+    assert faults(state) == [("corrupt frame", 1)]
+
+
+async def test_files_that_are_no_shards_are_counted_once(tmp_path, traces, state, ingester):
+    (traces / f"loop{SUFFIX}").symlink_to(f"loop{SUFFIX}")
+    (traces / f"folder{SUFFIX}").mkdir()
+    os.mkfifo(traces / f"pipe{SUFFIX}")
+    (traces / os.fsdecode(b"\xff" + SUFFIX.encode())).touch()
+    append(traces / "z", [[exchange("1")]])
+    await ingester.catch_up()
+    await ingester.catch_up()
+    await Ingester(traces, state).catch_up()
+    assert sorted(calls(state)) == ["1"]
+    assert faults(state) == [("unreadable shard", 1)] * 4
+
+
+async def test_value_that_no_table_takes_costs_only_its_frame(traces, state, ingester, monkeypatch):
+    """Provoked from outside: no record that decodes is known to hold such a value."""
+    append(traces / "a", [[exchange("1")], [exchange("2")]])
+    insert = state._insert_call
+
+    def fake_overflow(db, call, shard, offset):
+        if call.id == "1":
+            raise OverflowError("Python int too large to convert to SQLite INTEGER")
+        insert(db, call, shard, offset)
+
+    monkeypatch.setattr(state, "_insert_call", fake_overflow)
+    assert await ingester.catch_up() == 2
+    assert sorted(calls(state)) == ["2"]
+    assert faults(state) == [("unusable frame", 1)]
+
+
+@pytest.mark.parametrize("outcome", ["complete", "cancelled"])
+async def test_call_with_a_nonsense_tap_is_kept_and_marked(traces, state, ingester, outcome):
+    tap = ['{"e":"prompt","r":0,"id":"x","ids":[-5],"params":{}}']
+    append(traces / "a", [[exchange("1", tap=tap, outcome=outcome)]])
+    await ingester.catch_up()
+    assert calls(state) == {"1": ("left_out", "check failed: unreadable tap")}
+    assert state.row("SELECT check_result FROM calls") == {"check_result": "failed"}
+
+
+async def test_exchange_that_can_not_be_read_is_a_failed_call(traces, state, ingester, monkeypatch):
+    def fake_bug(call):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(exchanges, "read", fake_bug)
+    append(traces / "a", [[exchange("1")]])
+    await ingester.catch_up()
+    assert calls(state) == {"1": ("left_out", "check failed: unreadable exchange")}
+    assert faults(state) == [("unreadable exchange", 1)]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [b"nonsense\n"],
+        [b'{"type":"new"}\n', b"nonsense\n"],
+        [record.encode(exchange("1"))],
+        [record.encode(exchange("1")), record.encode(exchange("other"))],
+    ],
+)
+async def test_calls_of_a_changed_shard_are_missing(traces, state, ingester, lines):
+    shard = append(traces / "a", [[exchange("1"), exchange("2")]])
+    await ingester.catch_up()
+    shard.write_bytes(ShardEncoder().frame(lines))
+    found, missing = replay.read_calls(traces, state.rows("SELECT * FROM calls"))
+    assert "2" in missing
+    assert sorted([c.id for c in found] + list(missing)) == ["1", "2"]
+
+
+def test_reward_without_a_finite_sum(state):
+    for run, values in {"inf": [1.7e308] * 2, "sound": [0.5, 0.25], "none": []}.items():
+        state.register_run(run, None, None, "", [])
+        for k, value in enumerate(values):
+            state.add_reward(run=run, call=None, name=f"n{k}", value=value, key=None, window=9.0)
+    rewards = {row["id"]: row["reward"] for row in state.undecided_runs()}
+    assert rewards == {"inf": float("inf"), "sound": 0.75, "none": None}

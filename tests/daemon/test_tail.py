@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from daemon.tail import Tail, shard_sizes
+from daemon.tail import Listing, Tail, list_shards
 from tests.daemon.recorded import append, exchange
 
 
@@ -44,7 +44,7 @@ def test_shards_by_name(tmp_path):
     append(tmp_path / "b", [])
     append(tmp_path / "a", [[exchange("1")]])
     (tmp_path / "other.txt").touch()
-    sizes = shard_sizes(tmp_path)
+    sizes = list_shards(tmp_path).sizes
     assert list(sizes) == ["a.jsonl.zst", "b.jsonl.zst"]
     assert sizes["b.jsonl.zst"] == 0 < sizes["a.jsonl.zst"]
-    assert shard_sizes(tmp_path / "missing") == {}
+    assert list_shards(tmp_path / "missing") == Listing()

@@ -30,7 +30,7 @@ Events, by ``"e"``:
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -78,6 +78,50 @@ class EngineRequest:
     outputs: dict[int, EngineOutput] = field(default_factory=dict)
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+# A log-probability rounds to a hair above 0 at most, and has to be finite as float32.
+_Logprob = Annotated[float, msgspec.Meta(ge=-3e38, le=1e-3)]
+_Version = Annotated[str, msgspec.Meta(pattern=rf"^(v[0-9]{{1,9}}|{UNKNOWN_VERSION})\Z")]
+
+
+class _Prompt(msgspec.Struct, tag_field="e", tag="prompt"):
+    r: _Count
+    id: str
+    ids: list[_Count]
+    params: dict[str, Any]
+
+
+class _Tokens(msgspec.Struct, tag_field="e", tag="tok"):
+    r: _Count
+    i: _Count
+    ids: list[_Count]
+    lp: list[_Logprob | None]
+    v: _Version
+
+
+class _Experts(msgspec.Struct, tag_field="e", tag="experts"):
+    r: _Count
+    i: _Count
+    shape: list[_Count]
+    dtype: str
+    b64: str
+
+
+class _End(msgspec.Struct, tag_field="e", tag="end"):
+    r: _Count
+    i: _Count
+    n: _Count
+    finish: str | None
+    cached: _Count | None = None
+
+
+class _Error(msgspec.Struct, tag_field="e", tag="error"):
+    error: str
+
+
+_decoder = msgspec.json.Decoder(_Prompt | _Tokens | _Experts | _End | _Error)
+
+
 def line(nonce: str, event: dict[str, Any]) -> bytes:
     """Encode one tap line. Non-finite floats become ``null`` (JSON has none)."""
     return b": " + nonce.encode("ascii") + b" " + msgspec.json.encode(event) + b"\n"
@@ -87,33 +131,43 @@ def decode(lines: list[str]) -> list[EngineRequest]:
     """Put the events of one call together, in order of ``r``.
 
     Raises:
-        TapError: a line is not JSON, an event is unknown, a token event precedes its prompt, or the
-            tap reports that it failed.
+        TapError: a line is not JSON or not an event of the right shape, an event precedes its
+            prompt, a prompt or an end comes twice, or the tap reports that it failed.
     """
     requests: dict[int, EngineRequest] = {}
     for text in lines:
         try:
-            event = msgspec.json.decode(text)
-            kind, r = event["e"], event["r"]
-            if kind == "error":
-                raise TapError(event["error"])
-            if kind == "prompt":
-                requests[r] = EngineRequest(r, event["id"], event["ids"], event["params"])
-                continue
-            if r not in requests:
-                raise TapError(f"tap event {kind!r} of request {r} came before its prompt")
-            output = requests[r].outputs.setdefault(event["i"], EngineOutput(event["i"]))
-            if kind == "tok":
-                output.ids += event["ids"]
-                output.logprobs += [float("nan") if p is None else p for p in event["lp"]]
-                output.versions += [event["v"]] * len(event["ids"])
-            elif kind == "experts":
-                output.routed_experts = {k: event[k] for k in ("shape", "dtype", "b64")}
-            elif kind == "end":
-                output.finish, output.reported = event["finish"], event["n"]
-                output.cached = event.get("cached")
-            else:
-                raise TapError(f"unknown tap event {kind!r}")
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
+            event = _decoder.decode(text)
+        except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
             raise TapError(f"unreadable tap line {text[:80]!r}: {error}") from error
+        if isinstance(event, _Error):
+            raise TapError(event.error)
+        request = requests.get(event.r)
+        if isinstance(event, _Prompt):
+            if request is not None:
+                raise TapError(f"two prompts of request {event.r}")
+            requests[event.r] = EngineRequest(event.r, event.id, event.ids, event.params)
+            continue
+        if request is None:
+            kind = type(event).__struct_config__.tag
+            raise TapError(f"tap event {kind!r} of request {event.r} came before its prompt")
+        output = request.outputs.get(event.i)
+        if output is None:
+            output = request.outputs[event.i] = EngineOutput(event.i)
+        match event:
+            case _Tokens():
+                output.ids += event.ids
+                output.logprobs += [float("nan") if p is None else p for p in event.lp]
+                output.versions += [event.v] * len(event.ids)
+            case _Experts():
+                output.routed_experts = {
+                    "shape": event.shape,
+                    "dtype": event.dtype,
+                    "b64": event.b64,
+                }
+            case _End():
+                if output.reported is not None:
+                    raise TapError(f"two ends of output {event.i} of request {event.r}")
+                output.finish, output.reported = event.finish, event.n
+                output.cached = event.cached
     return [requests[r] for r in sorted(requests)]
