@@ -23,6 +23,7 @@ because every sidecar starts a new one: ``<UTC start>-<pid>-<sequence>.jsonl.zst
 O_EXCL and mode 0600, locked (``flock``) while it has a writer. Names sort by time.
 """
 
+import contextlib
 import fcntl
 import os
 import struct
@@ -173,7 +174,13 @@ def torn_shards(directory: Path, series: str) -> list[str]:
     for path in sorted(directory.glob(f"*{SUFFIX}")):
         last[path.name.rpartition("-")[0]] = path
     last.pop(series, None)
-    return [path.name for path in last.values() if not _has_writer(path) and is_torn(path)]
+    torn = []
+    for path in last.values():
+        # A file that can't be opened is the daemon's to report; the sidecar has to start.
+        with contextlib.suppress(OSError):
+            if not _has_writer(path) and is_torn(path):
+                torn.append(path.name)
+    return torn
 
 
 def _sync_directory(directory: Path) -> None:

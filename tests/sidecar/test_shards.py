@@ -136,3 +136,9 @@ def test_torn_shards_are_the_last_of_their_series_without_a_writer(tmp_path):
     assert torn_shards(tmp_path, mine) == ["20260101T000000.000Z-1-00001.jsonl.zst"]
     writing.close()
     assert len(torn_shards(tmp_path, mine)) == 2
+
+
+def test_an_odd_file_does_not_keep_the_sidecar_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "a-1.jsonl.zst").symlink_to(tmp_path / "b-1.jsonl.zst")
+    (tmp_path / "b-1.jsonl.zst").symlink_to(tmp_path / "a-1.jsonl.zst")
+    assert torn_shards(tmp_path, "mine") == []
