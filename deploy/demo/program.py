@@ -30,7 +30,7 @@ from deploy.demo.tasks import tasks
 from deploy.errors import UserError
 from deploy.supervisor import Supervisor, free_port
 
-STEPS = 10
+STEPS = 8
 SETTLE_SECONDS = 2.0
 CONFIGURATION = "ridealong.toml"
 HEAVY = ("weights", "checkpoints", "batches")
