@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from deploy.demo.model import ensure_model
 from tokenization.sample import Sample
 from trainer.batch import Batch, Rollout
 from trainer.config import TrainerConfig
@@ -108,7 +109,7 @@ def micro_batches(rows: Sequence, max_tokens: int) -> list[list]:
 
 def arguments() -> argparse.Namespace:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--model", type=Path, required=True)
+    options.add_argument("--model", type=Path, help="default: the demo's model")
     options.add_argument("--rollouts", type=int, default=16)
     options.add_argument("--prompt", type=int, default=100)
     options.add_argument("--response", type=int, default=30)
@@ -116,7 +117,10 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--padding", action="store_true", help="trainer.packing = false")
     options.add_argument("--device", default="auto")
     options.add_argument("--seconds", type=float, default=240, help="stop adding rounds after this")
-    return options.parse_args()
+    found = options.parse_args()
+    if found.model is None:
+        found.model = ensure_model()
+    return found
 
 
 @dataclass
