@@ -29,7 +29,7 @@ find_python() {
   local candidate
   for candidate in "${PYTHON:-}" python3.12 python3 python \
     "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python3.12 \
-    /usr/local/bin/python3.12 /opt/python/3.12*/bin/python3.12 \
+    /usr/local/bin/python3.12 \
     "$(command -v uv >/dev/null 2>&1 && uv python find --no-project 3.12 2>/dev/null || true)"; do
     if [ -n "$candidate" ] && is_312 "$candidate"; then printf '%s' "$candidate"; return 0; fi
   done
