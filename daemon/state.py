@@ -601,9 +601,6 @@ class State:
             "SELECT * FROM steps WHERE status IN ('planned', 'trained') ORDER BY number LIMIT 1"
         )
 
-    def last_step(self) -> dict[str, Any] | None:
-        return self.row("SELECT * FROM steps ORDER BY number DESC LIMIT 1")
-
     def next_step(self) -> int:
         (number,) = self._db.execute("SELECT coalesce(max(number), 0) + 1 FROM steps").fetchone()
         return number
