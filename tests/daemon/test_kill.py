@@ -7,12 +7,15 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import msgspec
+
 from daemon.config import DaemonConfig
 from daemon.program import DATABASE
 from daemon.state import State
 from tests.daemon.fakes import read_journal
 from tests.daemon.killable import main
 from tests.daemon.recorded import append, exchange
+from trainer.batch import Manifest
 
 GROUPS, SIZE, KILLS = 40, 4, 20
 
@@ -118,8 +121,14 @@ def test_killed_at_random_moments_every_sample_ends_in_exactly_one_step(tmp_path
     assert state.live_version() == f"v{GROUPS // 2}" == (directory / "engine").read_text()
     state.close()
 
-    # What the trainer did, by its own journal: each sample once.
-    trained = Counter(s for e in read_journal(directory / "trained.jsonl") for s in e["samples"])
+    # What the trainer made: each sample once. (Its journal lacks a version whose maker was killed
+    # between the version and the journal's line.)
+    manifests = [
+        msgspec.json.decode(path.read_bytes(), type=Manifest)
+        for path in (directory / "weights").glob("*/manifest.json")
+    ]
+    assert len(manifests) == len(versions)
+    trained = Counter(sample for manifest in manifests for sample in manifest.samples)
     assert trained == Counter(f"{run}/0" for run in runs)
     published_order = [int(e["version"][1:]) for e in read_journal(directory / "published.jsonl")]
     assert published_order == sorted(published_order), "an older version went back into the engine"

@@ -21,6 +21,8 @@ from trainer.swap.config import SwapConfig
 
 pytestmark = pytest.mark.vllm
 
+# Long enough that a fast machine has not sent it all before the swap begins.
+LENGTH = 1200
 CANARY_IDS = [1, 504, 2365, 282, 4649, 314, 260, 1107, 282, 253, 2591, 30]
 
 
@@ -55,7 +57,7 @@ async def test_a_stream_goes_on_across_a_swap(
         "model": "smol",
         "messages": [{"role": "user", "content": "Tell me a long story about a dragon."}],
         "stream": True,
-        "max_tokens": 300,
+        "max_tokens": LENGTH,
         "ignore_eos": True,
         "temperature": 1.0,
     }
@@ -79,6 +81,7 @@ async def test_a_stream_goes_on_across_a_swap(
 
     reading = asyncio.create_task(read())
     await asyncio.wait_for(under_way.wait(), 60)
+    published = time.monotonic()
     try:
         report = await engine.publish("v41", new, new_canary, None)
         await reading
@@ -90,13 +93,16 @@ async def test_a_stream_goes_on_across_a_swap(
     assert exchange.outcome == "complete"
     (request,) = wire.decode(exchange.tap)
     (output,) = request.outputs.values()
-    assert len(output.ids) == 300
+    assert len(output.ids) == LENGTH
     changes = [k for k, (a, b) in enumerate(pairwise(output.versions), 1) if a != b]
-    assert len(changes) == 1 and 0 < changes[0] < 300
+    assert len(changes) == 1, (
+        f"versions change at {changes}; the stream ended {arrivals[-1] - published:.1f} s after the"
+        f" swap was asked for, which took {report.total_s:.1f} s"
+    )
     assert (output.versions[0], output.versions[-1]) == (before, "v41")
     gap = max(b - a for a, b in pairwise(arrivals))
     print(
-        f"\nswap under a stream: versions {before} -> v41 at token {changes[0]} of 300,"
+        f"\nswap under a stream: versions {before} -> v41 at token {changes[0]} of {LENGTH},"
         f" longest gap {gap:.3f} s, pause {report.pause_s:.3f} s, update {report.update_s:.3f} s,"
         f" canary mean |difference| {report.canary_abs_diff_mean:.1e}"
     )
