@@ -4,7 +4,7 @@ export RIDEALONG_VENV
 BIN := $(RIDEALONG_VENV)/bin
 ARGS ?=
 
-.PHONY: demo test lint setup bench
+.PHONY: demo test test-harnesses lint setup bench
 
 demo: setup
 	$(BIN)/ridealong demo $(ARGS)
@@ -12,13 +12,19 @@ demo: setup
 test: setup lint
 	$(BIN)/python -m pytest $(ARGS)
 
+# Real agent programs from npm and PyPI (needs Node.js 20), in .harnesses; rewrites docs/harnesses.md.
+test-harnesses: setup
+	$(BIN)/python -m tests.harnesses.install
+	$(BIN)/python -m pytest tests/harnesses -m harness --write-table $(ARGS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python -m tests.bench.sidecar
+	$(BIN)/python -m tests.bench.proxies $(ARGS)
+	$(BIN)/python -m tests.bench.shards
 	$(BIN)/python -m tests.bench.trainer
 
 setup:

@@ -136,6 +136,13 @@ def format_status(status: dict[str, Any]) -> str:
     lines.append(f"calls     {_counts(status['calls'])}")
     lines.append(f"checks    {checks['calls']} calls checked, {checks['failed']} failed")
     lines += [f"  {name}: {count}" for name, count in checks["failures"].items()]
+    for label, what in (
+        ("harnesses", "harnesses"),
+        ("aside    ", "side_calls"),
+        ("retries  ", "retries"),
+    ):
+        if status[what]:
+            lines.append(f"{label} {_counts(status[what])}")
     if status["left_out"]:
         lines.append("not trained, and why")
         lines += [f"  {count:6d}  {reason}" for reason, count in status["left_out"].items()]

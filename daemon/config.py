@@ -4,6 +4,8 @@ from typing import Annotated
 
 import msgspec
 
+from daemon.sidecalls import Kind
+
 
 class DaemonConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``[daemon]``: where traces come from, when a run is over, what goes into a step."""
@@ -82,6 +84,20 @@ class DaemonConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         msgspec.Meta(ge=2, description="Calls that end beyond this many tokens are not trained."),
     ] = 32768
+    train_side_calls: Annotated[
+        list[Kind],
+        msgspec.Meta(
+            description="Kinds of side calls that are trained like the agent's own: title, "
+            "quota_probe, memory, commit_message, compaction, no_tools."
+        ),
+    ] = []
+    redact: Annotated[
+        list[str],
+        msgspec.Meta(
+            description="Regular expressions of what `ridealong traces` shows and exports as "
+            "[REDACTED]. A call in whose texts one finds something is not trained."
+        ),
+    ] = []
     skip_zero_variance: Annotated[
         bool,
         msgspec.Meta(description="Skip groups whose rewards are all equal: their advantage is 0."),

@@ -1,14 +1,17 @@
 """One recorded exchange → its calls, checked, or the reason why it has none."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from daemon import runs
-from daemon.protocols import chat
+from daemon.protocols import conversation
+from daemon.protocols import read as protocols
+from daemon.protocols.conversation import Said, ServerError
+from daemon.protocols.shape import ProtocolError
 from sidecar.record import Exchange
 from tokenization import calls
-from tokenization.calls import Call, Dialogue, Reply, Usage
+from tokenization.calls import Call, Dialogue, Reading, Reply, Usage
 from tokenization.checks import Failure
 
 Check = Literal["passed", "failed", "unchecked"]
@@ -29,24 +32,31 @@ class Entry:
     failures: tuple[Failure, ...] = ()
 
 
-def read(exchange: Exchange) -> list[Entry]:
-    """Read an exchange; always gives at least one entry, so that none is lost from the counts."""
+def read(exchange: Exchange, said: Said | None = None) -> list[Entry]:
+    """Read an exchange; always gives at least one entry, so that none is lost from the counts.
+
+    ``said`` saves reading again what it said.
+    """
     if reason := _unusable(exchange):
         errors = (Failure("upstream", exchange.error),) if exchange.error else ()
         return [Entry(exchange.id, None, "unchecked", reason, errors)]
     usage: Usage | None = None
     dialogue: Dialogue | None = None
     replies: Mapping[int, Reply] = {}
+    error: ServerError | None = None
     try:
-        said = _parse(exchange)
-        usage, dialogue, replies = said.usage, said.dialogue, said.replies
-    except chat.ProtocolError as error:
+        said = said or protocols.read(exchange)
+        usage, error = _usage(said), said.error
+        dialogue, replies = conversation.dialogue(said.request), _replies(said)
+    except ProtocolError as problem:
         # A body that was cut short tells nothing, and the tap's own counts remain as the check.
         if exchange.outcome == "complete":
-            return [_failed(exchange, (Failure("protocol", str(error)),))]
+            return [_failed(exchange, (Failure("protocol", str(problem)),))]
     reading = calls.read(
         exchange, agent=runs.agent_id(exchange), usage=usage, dialogue=dialogue, replies=replies
     )
+    if error is not None:
+        reading = _broken(reading, error)
     if reading.calls:
         return [
             Entry(
@@ -74,8 +84,8 @@ def _failed(exchange: Exchange, failures: tuple[Failure, ...]) -> Entry:
 
 
 def _unusable(exchange: Exchange) -> str | None:
-    if exchange.route != "chat":
-        return f"the {exchange.route} protocol is not read"
+    if exchange.route == "other":
+        return "not a model call"
     if exchange.response is None:
         return exchange.outcome if exchange.outcome != "complete" else "no response"
     if exchange.response.status != 200:
@@ -83,11 +93,21 @@ def _unusable(exchange: Exchange) -> str | None:
     return None
 
 
-def _parse(exchange: Exchange) -> chat.ChatExchange:
-    response = exchange.response
-    headers = {name.lower(): value for name, value in response.headers} if response else {}
-    return chat.parse(
-        exchange.request.body.raw() if exchange.request.body else b"",
-        response.body.raw() if response and response.body else None,
-        event_stream=headers.get("content-type", "").startswith("text/event-stream"),
-    )
+def _usage(said: Said) -> Usage | None:
+    """The counts to check against; a stream that broke off had not counted all of its output."""
+    if said.usage is None:
+        return None
+    return Usage(said.usage.prompt_tokens, said.usage.completion_tokens if said.complete else None)
+
+
+def _replies(said: Said) -> Mapping[int, Reply]:
+    """The replies by the engine's output index, which begins anew with each of several prompts."""
+    several = said.request.prompts is not None and len(said.request.prompts) > 1
+    return {} if several else conversation.replies(said)
+
+
+def _broken(reading: Reading, error: ServerError) -> Reading:
+    """Mark the calls of a reply in which the server reported an error."""
+    failure = Failure("server error", error.message)
+    marked = (replace(call, failures=(*call.failures, failure)) for call in reading.calls)
+    return Reading(tuple(marked), (failure, *reading.failures))

@@ -195,10 +195,14 @@ class Planner:
     async def _select(self, run: str, limits: Limits) -> Selection:
         rows = self._state.calls_of(run)
         waiting = {row["id"] for row in rows if row["status"] == "waiting"}
+        tools = {row["id"]: row["tools"] for row in rows}
 
         def rebuild() -> Selection:
             calls, missing = replay.read_calls(self._traces, rows)
-            selection = rollouts.select(run, calls, waiting, limits)
+            if "no_tools" not in self._config.train_side_calls:
+                side = rollouts.beside_the_agent(calls, tools) & waiting
+                missing |= {call: "side call: no_tools" for call in side}
+            selection = rollouts.select(run, calls, waiting - missing.keys(), limits)
             return replace(selection, left_out=selection.left_out | missing)
 
         selection = await asyncio.to_thread(rebuild)

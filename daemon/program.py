@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import fcntl
 import logging
-import os
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,9 @@ from daemon.api import Api, parse_loopback
 from daemon.config import DaemonConfig
 from daemon.ingest import Ingester
 from daemon.learner import Progress, ServingEngine, TrainerFactory
+from daemon.ownership import DATABASE, owned
 from daemon.planner import Planner
+from daemon.redaction import Redactor
 from daemon.scheduler import Scheduler
 from daemon.serving import Serving
 from daemon.state import State
@@ -32,8 +32,6 @@ from trainer.swap.watchdog import unpause_orphans
 from trainer.versions import check_model
 
 logger = logging.getLogger(__name__)
-
-DATABASE = "daemon.db"
 
 
 def run(config: DaemonConfig, trainer: TrainerConfig, swap: SwapConfig) -> int:
@@ -78,8 +76,8 @@ async def serve(
     """Run all parts until a signal; without ``make_trainer`` nothing is trained."""
     directory, traces = Path(config.directory), Path(config.traces)
     host, port = parse_loopback(config.listen)
-    with _owned(directory), contextlib.closing(State(directory / DATABASE)) as state:
-        ingester = Ingester(traces, state)
+    with owned(directory), contextlib.closing(State(directory / DATABASE)) as state:
+        ingester = Ingester(traces, state, config.train_side_calls, Redactor(config.redact))
         serving = Serving(engine, state, directory, config.engine_poll_seconds)
         planner = Planner(config, state, ingester, max_sequence_tokens)
         scheduler = None
@@ -123,26 +121,6 @@ async def _until_stopped(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
         for task in (*tasks, stopping):
             task.cancel()
         await asyncio.gather(*tasks, stopping, return_exceptions=True)
-
-
-@contextmanager
-def _owned(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock: two daemons on one state would train the same samples."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory / "daemon.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise UserError(f"daemon.directory {directory} can't be used: {error}") from None
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another daemon runs on {directory}: stop it, or choose another daemon.directory"
-            ) from None
-        yield
-    finally:
-        os.close(lock)
 
 
 @asynccontextmanager

@@ -1,8 +1,11 @@
 """A run's calls → its samples, and for every other call the reason why it is not trained."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from daemon import sidecalls
+from daemon.retries import chain
+from daemon.sidecalls import Turn
 from tokenization import tree
 from tokenization.calls import Call
 from tokenization.sample import Sample
@@ -49,6 +52,18 @@ def select(run: str, calls: Sequence[Call], waiting: Collection[str], limits: Li
     samples = tree.samples(grown, run, frozenset(trained))
     forks = {node.call.id: str(node.fork) for node in grown.nodes if node.fork is not None}
     return Selection(tuple(samples), tuple(trained), left_out, forks)
+
+
+def beside_the_agent(calls: Sequence[Call], tools: Mapping[str, int]) -> frozenset[str]:
+    """Return the calls of a run that ``sidecalls.without_tools`` finds; ``tools`` maps call ids to
+    the number of tools they were offered."""
+    if not any(tools.values()) or all(tools.get(call.id) for call in calls):
+        return frozenset()
+    turns = []
+    for call in calls:
+        history = chain(call.dialogue.items) if call.dialogue else ()
+        turns.append(Turn(call.id, tools.get(call.id, 0), history))
+    return sidecalls.without_tools(turns)
 
 
 def _beyond(call: Call, limits: Limits) -> str | None:

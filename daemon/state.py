@@ -12,6 +12,7 @@ refuses to train anything twice.
 import json
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from daemon import retries
+from daemon.origin import Origin
+from daemon.retries import Attempt
 from daemon.runs import RunKey
 from deploy.errors import UserError
-
-SCHEMA_VERSION = 1
 
 SCHEMA = """
 CREATE TABLE shards (
@@ -130,6 +132,30 @@ CREATE TABLE versions (
 );
 """
 
+MIGRATIONS = (
+    SCHEMA,
+    # parent: the agent a subagent works for; window: changes with a compaction; side:
+    # daemon.sidecalls.Kind; tools: number offered; retry_of: the exchange that is tried again;
+    # retry: daemon.retries.Kind; sound and the digests: what finds a retry of it.
+    """
+ALTER TABLE calls ADD COLUMN harness TEXT NOT NULL DEFAULT '';
+ALTER TABLE calls ADD COLUMN session TEXT NOT NULL DEFAULT '';
+ALTER TABLE calls ADD COLUMN parent TEXT NOT NULL DEFAULT '';
+ALTER TABLE calls ADD COLUMN window TEXT NOT NULL DEFAULT '';
+ALTER TABLE calls ADD COLUMN side TEXT NOT NULL DEFAULT '';
+ALTER TABLE calls ADD COLUMN tools INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE calls ADD COLUMN retry_of TEXT NOT NULL DEFAULT '';
+ALTER TABLE calls ADD COLUMN retry TEXT NOT NULL DEFAULT '';
+ALTER TABLE calls ADD COLUMN sound INTEGER NOT NULL DEFAULT 1;
+ALTER TABLE calls ADD COLUMN context_digest TEXT NOT NULL DEFAULT '';
+ALTER TABLE calls ADD COLUMN history_digest TEXT NOT NULL DEFAULT '';
+ALTER TABLE calls ADD COLUMN opening_digest TEXT NOT NULL DEFAULT '';
+CREATE INDEX calls_by_time ON calls (run, started);
+""",
+)
+"""Element N leads from schema N to N + 1; only ever added to."""
+SCHEMA_VERSION = len(MIGRATIONS)
+
 LATE = "arrived after its run was decided"
 RUN_STATUSES = ("completed", "agent_failure", "infrastructure_failure")
 
@@ -158,6 +184,7 @@ class CallRow:
     output_tokens: int
     versions: Sequence[tuple[int, int]]
     line: int
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True)
@@ -213,10 +240,11 @@ class State:
 
     def _migrate(self, path: Path) -> None:
         (found,) = self._db.execute("PRAGMA user_version").fetchone()
-        if found == 0:
+        if 0 <= found < SCHEMA_VERSION:
             with self._transaction():
-                for statement in SCHEMA.split(";\n"):
-                    self._db.execute(statement)
+                for step in MIGRATIONS[found:]:
+                    for statement in step.split(";\n"):
+                        self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         elif found != SCHEMA_VERSION:
             raise UserError(
@@ -251,6 +279,15 @@ class State:
         """Return how far each shard has been read, in bytes."""
         return {r["name"]: r["offset"] for r in self.rows("SELECT name, offset FROM shards")}
 
+    def needed_shards(self) -> set[str]:
+        """Return the shards with calls that are not settled, or whose run is not."""
+        found = self.rows(
+            "SELECT shard FROM calls WHERE status IN ('waiting', 'planned') UNION "
+            "SELECT shard FROM runs JOIN calls ON calls.run = runs.id "
+            "WHERE runs.state IN ('open', 'ended', 'planned')"
+        )
+        return {row["shard"] for row in found}
+
     def mark_gone(self, names: Sequence[str]) -> None:
         """Remember that shards were deleted."""
         with self._transaction() as db:
@@ -266,14 +303,42 @@ class State:
     ) -> None:
         """Take in one frame: its calls, its faults and the new offset, all or nothing."""
         with self._transaction() as db:
-            for call in calls:
-                self._insert_call(db, call, shard, offset)
+            self._insert_calls(db, calls, shard, offset, {})
             self._insert_faults(db, shard, offset, faults)
             db.execute(
                 "INSERT INTO shards (name, offset) VALUES (?, ?) "
                 "ON CONFLICT (name) DO UPDATE SET offset = excluded.offset, gone = 0",
                 (shard, next_offset),
             )
+
+    def replace_calls(self, shard: str, offset: int, calls: Sequence[CallRow]) -> None:
+        """Take in calls of a frame anew: what is known of their exchanges gives way, the run they
+        belong to stays."""
+        with self._transaction() as db:
+            runs: dict[str, str] = {}
+            forks: list[tuple[str, str]] = []
+            for exchange in {call.exchange for call in calls}:
+                old = "FROM calls WHERE exchange = ?"
+                for row in db.execute(f"SELECT id, run, fork {old}", (exchange,)):
+                    runs[exchange] = row["run"]
+                    forks.append((row["fork"], row["id"]))
+                db.execute(f"DELETE {old}", (exchange,))
+            self._insert_calls(db, calls, shard, offset, runs)
+            db.executemany("UPDATE calls SET fork = ? WHERE id = ?", forks)
+
+    def reopen(self, runs: Mapping[str, Sequence[str]], group: str | None) -> None:
+        """Let runs that were left out be decided on anew, with their group if they have one.
+
+        ``runs`` maps each to its calls that may be trained.
+        """
+        with self._transaction() as db:
+            for run, calls in runs.items():
+                db.execute("UPDATE runs SET state = 'ended', reason = '' WHERE id = ?", (run,))
+                db.executemany(
+                    "UPDATE calls SET status = 'waiting', reason = '' WHERE id = ?",
+                    [(call,) for call in calls],
+                )
+            db.execute("UPDATE groups SET state = 'open', reason = '' WHERE id = ?", (group,))
 
     def note_fault(self, shard: str, offset: int, fault: Fault) -> bool:
         """Record a fault that is met again at every look; returns whether it is new."""
@@ -298,16 +363,50 @@ class State:
             [(now, shard, offset, f.kind, f.count, f.detail) for f in faults],
         )
 
-    def _insert_call(self, db: sqlite3.Connection, call: CallRow, shard: str, offset: int) -> None:
-        # The same record in two shards (a copied file) is one call.
+    def _insert_calls(
+        self,
+        db: sqlite3.Connection,
+        calls: Sequence[CallRow],
+        shard: str,
+        offset: int,
+        runs: Mapping[str, str],
+    ) -> None:
+        """Insert calls and link their retries; ``runs`` maps exchanges to their runs, if known."""
+        attempts: dict[str, list[Attempt]] = defaultdict(list)
+        for call in calls:
+            run = self._insert_call(db, call, shard, offset, runs.get(call.exchange))
+            if run is not None and call.origin is not None:
+                attempts[run].append(call.origin.attempt)
+        for run, new in attempts.items():
+            self._link_retries(db, run, new)
+
+    def _insert_call(
+        self,
+        db: sqlite3.Connection,
+        call: CallRow,
+        shard: str,
+        offset: int,
+        known_run: str | None = None,
+    ) -> str | None:
+        """Insert a call and return its run, looked up unless known; None when it is there."""
+        # The same record in two shards is one call. After a failed sync the sidecar writes records
+        # again, and only the later shard is sure to stay.
         if db.execute("SELECT 1 FROM calls WHERE id = ?", (call.id,)).fetchone():
-            return
-        run, state = self._run_of(db, call)
+            db.execute(
+                "UPDATE calls SET shard = ?, frame = ?, line = ? WHERE id = ?",
+                (shard, offset, call.line, call.id),
+            )
+            return None
+        run, state = self._run_of(db, call) if known_run is None else self._run(db, known_run)
         status, reason = ("left_out", call.left_out) if call.left_out else ("waiting", "")
         if status == "waiting" and state not in ("open", "ended"):
             status, reason = "left_out", LATE
         db.execute(
-            "INSERT INTO calls VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+            "INSERT INTO calls (id, exchange, run, agent, route, outcome, started, ended, "
+            "check_result, failures, status, reason, fork, token_source, prompt_tokens, "
+            "output_tokens, versions, shard, frame, line, harness, session, parent, window, side, "
+            "tools, sound, context_digest, history_digest, opening_digest) "
+            f"VALUES ({', '.join('?' * 30)})",
             (
                 call.id,
                 call.exchange,
@@ -329,9 +428,38 @@ class State:
                 shard,
                 offset,
                 call.line,
+                *_origin_values(call.origin),
             ),
         )
         db.execute("UPDATE rewards SET run = ? WHERE call = ? AND run IS NULL", (run, call.id))
+        return run
+
+    def _link_retries(self, db: sqlite3.Connection, run: str, new: Sequence[Attempt]) -> None:
+        """Note which of a run's ``new`` exchanges try an earlier one again, and, as a cancelled
+        call may be recorded after its retry, which earlier ones try a new one again."""
+        began = min(attempt.started for attempt in new) - retries.WINDOW_S
+        # What succeeded matters only when a late failure may have its retry there already.
+        failed = any(not attempt.sound for attempt in new)
+        rows = db.execute(
+            "SELECT DISTINCT exchange, session, agent, started, ended, sound, context_digest, "
+            "history_digest, opening_digest, retry_of FROM calls WHERE run = ? AND started >= ? "
+            + ("" if failed else "AND (NOT sound OR retry_of != '')"),
+            (run, began),
+        ).fetchall()
+        attempts = {row["exchange"]: _attempt(row) for row in rows}
+        attempts |= {attempt.exchange: attempt for attempt in new}
+        known = {row["exchange"]: row["retry_of"] for row in rows if row["retry_of"]}
+        db.executemany(
+            "UPDATE calls SET retry_of = ?, retry = ? WHERE exchange = ? AND run = ?",
+            [
+                (retry.of, retry.kind, exchange, run)
+                for exchange, retry in retries.find(attempts.values(), known).items()
+            ],
+        )
+
+    def _run(self, db: sqlite3.Connection, run: str) -> tuple[str, str]:
+        (state,) = db.execute("SELECT state FROM runs WHERE id = ?", (run,)).fetchone()
+        return run, state
 
     def _run_of(self, db: sqlite3.Connection, call: CallRow) -> tuple[str, str]:
         """Find or open the run of a call; returns its id and state.
@@ -730,3 +858,34 @@ class State:
             version,
         )
         return found["version"] if found else None
+
+
+def _origin_values(origin: Origin | None) -> tuple[str | int, ...]:
+    if origin is None:
+        return ("", "", "", "", "", 0, True, "", "", "")
+    caller, attempt = origin.caller, origin.attempt
+    return (
+        caller.harness,
+        caller.session,
+        caller.parent,
+        caller.window,
+        origin.side or "",
+        origin.tools,
+        attempt.sound,
+        attempt.context,
+        attempt.digest,
+        attempt.opening,
+    )
+
+
+def _attempt(row: sqlite3.Row) -> Attempt:
+    return Attempt(
+        exchange=row["exchange"],
+        agent=retries.who(row["session"], row["agent"]),
+        started=row["started"],
+        ended=row["ended"],
+        sound=bool(row["sound"]),
+        context=row["context_digest"],
+        digest=row["history_digest"],
+        opening=row["opening_digest"],
+    )

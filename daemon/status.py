@@ -55,6 +55,18 @@ class StatusReport:
                 "SELECT reason AS k, count(*) AS n FROM calls WHERE status = 'left_out' "
                 "GROUP BY reason ORDER BY n DESC"
             ),
+            "harnesses": self._counts(
+                "SELECT harness AS k, count(DISTINCT exchange) AS n FROM calls "
+                "WHERE harness != '' GROUP BY harness ORDER BY n DESC"
+            ),
+            "side_calls": self._counts(
+                "SELECT side AS k, count(DISTINCT exchange) AS n FROM calls "
+                "WHERE side != '' GROUP BY side ORDER BY n DESC"
+            ),
+            "retries": self._counts(
+                "SELECT retry AS k, count(DISTINCT exchange) AS n FROM calls "
+                "WHERE retry != '' GROUP BY retry"
+            ),
             "checks": self.checks(),
             "forks": self._counts(
                 "SELECT CASE instr(fork, ' at ') WHEN 0 THEN fork "

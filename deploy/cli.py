@@ -44,7 +44,31 @@ def _sidecar(args: argparse.Namespace) -> int:
         "admin": "sidecar.admin",
         "traces": "sidecar.traces",
     }
-    return run(_config(args, flags).sidecar)
+    return run(_config(args, flags).sidecar, lambda: _config(args, flags).sidecar)
+
+
+def _key(args: argparse.Namespace) -> int:
+    from sidecar.keys import RunKeys, load_secret
+
+    path = Path(_config(args, {}).sidecar.key_file).expanduser()
+    known = path.exists()
+    try:
+        print(RunKeys(load_secret(path)).issue(args.run))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if not known:
+        print(
+            f"made a new secret, {path}: a sidecar that runs already takes it after SIGHUP",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    from deploy.launch import run
+
+    command = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
+    return run(_config(args, {"admin": "sidecar.admin"}).sidecar, command, args.run, args.mode)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -80,6 +104,12 @@ def _demo(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from deploy.doctor.program import run
+
+    return run(_config(args, {}), args.model, args.api_key)
+
+
 def _reward(args: argparse.Namespace) -> int:
     from daemon.client import DaemonClient
 
@@ -99,7 +129,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from deploy import __version__
+    from deploy import __version__, traces_cli
 
     parser = argparse.ArgumentParser(
         prog="ridealong",
@@ -131,6 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--traces", metavar="DIR", help="folder for trace shards")
     configured(sub)
 
+    _add_agents_commands(command, configured)
+
     sub = command("serve", _serve, "start vLLM with the token tap and the weight transfer")
     sub.add_argument("--model", metavar="DIR", help="Hugging Face model folder")
     sub.add_argument("--host")
@@ -154,6 +186,32 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--seed", type=int, default=0, help="seed of tasks and training (default: 0)")
     sub.add_argument("--directory", type=Path, default=Path("runs/demo"), help="default: runs/demo")
 
+    _add_answers_commands(command, configured)
+    traces_cli.add(commands)
+    return parser
+
+
+def _add_agents_commands(command: Callable[..., Any], configured: Callable[[Any], None]) -> None:
+    sub = command("run", _run, "start a program so that a running sidecar records its model calls")
+    sub.add_argument("--run", metavar="ID", help="the run's id (default: a new one)")
+    sub.add_argument(
+        "--mode",
+        choices=["base-url", "proxy"],
+        default="base-url",
+        help="tell the program the sidecar as base URL of the model API (the default), or as its"
+        " HTTP proxy",
+    )
+    sub.add_argument("--admin", metavar="HOST:PORT", help="the sidecar's health and metrics")
+    configured(sub)
+    sub.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program")
+    sub.usage = "ridealong run [options] -- COMMAND [ARGUMENT …]"
+
+    sub = command("key", _key, "print the key that lets an agent post the calls of one run")
+    sub.add_argument("run", metavar="RUN", help="the run's id")
+    configured(sub)
+
+
+def _add_answers_commands(command: Callable[..., Any], configured: Callable[[Any], None]) -> None:
     sub = command("reward", _reward, "give a run or a call a reward")
     target = sub.add_mutually_exclusive_group(required=True)
     target.add_argument("--run", metavar="ID")
@@ -166,10 +224,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     _daemon_url(sub)
 
+    sub = command("doctor", _doctor, "send real calls through the sidecar and say what works")
+    sub.add_argument("--model", help="model to ask for (default: the first that is listed)")
+    sub.add_argument("--api-key", metavar="KEY", help="API key of the model server")
+    configured(sub)
+
     sub = command("status", _status, "say where every call and sample is")
     sub.add_argument("--json", action="store_true", help="the daemon's answer as it is")
     _daemon_url(sub)
-    return parser
 
 
 def _daemon_url(sub: argparse.ArgumentParser) -> None:

@@ -65,17 +65,41 @@ def reference() -> str:
         "`deploy/ridealong.example.toml` is a starting point.",
     ]
     for section in msgspec.structs.fields(Config):
-        lines += ["", f"## [{section.name}]", "", "| key | type | default | |", "|---|---|---|---|"]
+        lines += _table(f"[{section.name}]", section.type)
         for item in msgspec.structs.fields(section.type):
-            kind, description = _kind(item.type)
+            entry = _entry(item.type)
+            if entry is not None:
+                lines += _table(f"[[{section.name}.{item.encode_name}]]", entry)
+    return "\n".join(lines) + "\n"
+
+
+def _table(title: str, struct: type[msgspec.Struct]) -> list[str]:
+    """Return the lines about the keys of one section."""
+    lines = ["", f"## {title}", "", "| key | type | default | |", "|---|---|---|---|"]
+    for item in msgspec.structs.fields(struct):
+        kind, description = _kind(item.type)
+        if item.required:
+            default = "required"
+        else:
             value = (
                 item.default
                 if item.default_factory is msgspec.NODEFAULT
                 else item.default_factory()
             )
-            default = msgspec.json.encode(value).decode()
-            lines.append(f"| `{item.encode_name}` | {kind} | `{default}` | {description} |")
-    return "\n".join(lines) + "\n"
+            default = f"`{msgspec.json.encode(value).decode()}`"
+        lines.append(f"| `{item.encode_name}` | {kind} | {default} | {description} |")
+    return lines
+
+
+def _entry(annotation: Any) -> type[msgspec.Struct] | None:
+    """Return the struct that a key is a list of, None if it is something else."""
+    info = msgspec.inspect.type_info(annotation)
+    while isinstance(info, msgspec.inspect.Metadata):
+        info = info.type
+    if not isinstance(info, msgspec.inspect.ListType):
+        return None
+    item = info.item_type
+    return item.cls if isinstance(item, msgspec.inspect.StructType) else None
 
 
 def _kind(annotation: Any) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from deploy.errors import UserError
 
 _FIRST_INHERITED_FD = 3
 _BACKLOG = 1024
+_OR_GUARD = "; or set sidecar.tls_certificate, sidecar.tls_key and sidecar.require_key"
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Upstream:
         return self.origin + self.prefix
 
 
-def parse_upstream(text: str) -> Upstream:
-    """Parse ``http(s)://host[:port][/prefix]``.
+def parse_upstream(text: str, key: str = "sidecar.upstream") -> Upstream:
+    """Parse ``http(s)://host[:port][/prefix]``; ``key`` is the configuration key to name.
 
     Raises:
         UserError: it is not such a URL.
@@ -53,14 +54,14 @@ def parse_upstream(text: str) -> Upstream:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        raise UserError(f"sidecar.upstream {text!r} is not a URL: {error}") from None
+        raise UserError(f"{key} {text!r} is not a URL: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(
-            f"sidecar.upstream {text!r}: give the model server's URL, such as http://127.0.0.1:8000"
+            f"{key} {text!r}: give the model server's URL, such as http://127.0.0.1:8000"
         )
     if parts.username is not None or parts.query or parts.fragment:
         raise UserError(
-            f"sidecar.upstream {parts.hostname}: leave out credentials, query and fragment; "
+            f"{key} {parts.hostname}: leave out credentials, query and fragment; "
             "the agent's own credentials are passed on"
         )
     default = 443 if parts.scheme == "https" else 80
@@ -68,11 +69,12 @@ def parse_upstream(text: str) -> Upstream:
     return Upstream(parts.scheme, address, parts.path.rstrip("/"))
 
 
-def parse_loopback(key: str, text: str) -> Address:
+def parse_loopback(key: str, text: str, *, guarded: bool | None = None) -> Address:
     """Parse ``host:port`` of configuration key ``key``; the host must be a loopback address.
 
     Anyone who reaches the sidecar speaks to the model server in the agent's name and writes traces
-    that are trained on, so other addresses are refused.
+    that are trained on, so other addresses are refused, unless they are ``guarded`` by TLS and run
+    keys (None: can't be).
 
     Raises:
         UserError: it is not such an address.
@@ -84,10 +86,10 @@ def parse_loopback(key: str, text: str) -> Address:
         host = port = None
     if not host or port is None or parts.path:
         raise UserError(f"{key} {text!r}: give host and port, such as 127.0.0.1:8787")
-    if not _is_loopback(host):
+    if not guarded and not _is_loopback(host):
         raise UserError(
             f"{key} {text!r} can be reached from other machines: use 127.0.0.1, and run the "
-            "sidecar beside the agent"
+            "sidecar beside the agent" + ("" if guarded is None else _OR_GUARD)
         )
     return Address("127.0.0.1" if host == "localhost" else host, port)
 
@@ -99,7 +101,9 @@ def bind(key: str, address: Address) -> socket.socket:
         UserError: the port is taken or the address is not this machine's.
     """
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol named, asyncio sets TCP_NODELAY on what is accepted: without it the last
+    # bytes of a reply, sent apart from the others, wait 40 ms for a delayed acknowledgement.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((address.host, address.port))
@@ -113,7 +117,7 @@ def bind(key: str, address: Address) -> socket.socket:
     return sock
 
 
-def inherited_socket() -> socket.socket | None:
+def inherited_socket(*, guarded: bool = False) -> socket.socket | None:
     """Return the listening socket a supervisor passed as descriptor 3, None if it passed none.
 
     The protocol is systemd's socket activation, sd_listen_fds(3): LISTEN_FDS counts descriptors,
@@ -122,7 +126,8 @@ def inherited_socket() -> socket.socket | None:
     is started again, instead of being refused.
 
     Raises:
-        UserError: the descriptor is not a listening TCP socket on a loopback address.
+        UserError: the descriptor is not a listening TCP socket on a loopback address, or on any
+            address where ``guarded``.
     """
     count = os.environ.pop("LISTEN_FDS", "")
     pid = os.environ.pop("LISTEN_PID", "")
@@ -134,10 +139,10 @@ def inherited_socket() -> socket.socket | None:
         host = sock.getsockname()[0]
     except (OSError, IndexError):
         listening, host = 0, ""
-    if not listening or not _is_loopback(host):
+    if not listening or not (guarded or _is_loopback(host)):
         raise UserError(
             "LISTEN_FDS is set but descriptor 3 is not a socket listening on 127.0.0.1: correct "
-            "the socket unit, or unset LISTEN_FDS"
+            "the socket unit, or unset LISTEN_FDS" + _OR_GUARD
         )
     sock.set_inheritable(False)
     return sock

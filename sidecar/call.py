@@ -3,7 +3,7 @@
 import os
 import time
 
-from sidecar import redact, routes
+from sidecar import apitokens, redact, routes
 from sidecar.record import (
     Body,
     Exchange,
@@ -14,6 +14,7 @@ from sidecar.record import (
     Session,
     TapSource,
 )
+from sidecar.splice import Field, splice
 from sidecar.strip import BodyCutter, Cutter, NoCutter, SseCutter
 from tokenization.tap import wire
 
@@ -45,19 +46,27 @@ class Call:
         route: Route,
         session: Session,
         method: str,
-        path: str,
         headers: Headers,
-        nonce: str | None,
         started: float,
     ) -> None:
         self.route: Route = route
-        self.nonce = nonce
-        self.authorization = next((v for k, v in headers if k.lower() == "authorization"), None)
+        self.nonce: str | None = None
+        """What marks the tap's lines; None: the tap was not asked."""
+        self.upstream = ""
+        """URL of the model server."""
+        self.path = ""
+        """Path and query there."""
+        self.authorization: str | None = None
+        """The credentials it was asked with."""
+        self.renamed: tuple[str, str] | None = None
+        """The model's name before and after it was changed."""
         self.chunks = 0
         """Pieces of the reply's body that came from upstream."""
         self.status: int | None = None
         self.streamed = False
         """The reply is an event stream."""
+        self.whole = False
+        """The reply's body changes its length on the way, so all of it has to be here first."""
         self.pulled: list[str] | None = None
         """Tap lines fetched after the client had gone."""
         self.rest = b""
@@ -70,19 +79,35 @@ class Call:
         self._id = new_id()
         self._session = session
         self._method = method
-        self._path = path
         self._headers = headers
         self._started = started
         self._request = bytearray()
         self._reply = bytearray()
         self._reply_headers: Headers = []
         self._first_byte: float | None = None
+        self._added: frozenset[Field] | None = None
         self._cutter: Cutter = NoCutter()
         self._last_event = b""
 
     def request_chunk(self, data: bytes) -> None:
         """Keep a piece of the request's body."""
         self._request += data
+
+    def ask_in_text(self, text: bytes) -> bytes | None:
+        """Ask for tokens by fields of the request (``sidecar.splice``).
+
+        Returns the body that is to go upstream; None: the request stays as it is.
+        """
+        spliced = splice(self.route, text)
+        if spliced is None:
+            return None
+        self._added = spliced.added
+        return spliced.text
+
+    @property
+    def asks_tokens(self) -> bool:
+        """Tokens were asked for, in whichever way."""
+        return self.nonce is not None or self._added is not None
 
     def begin_reply(self, status: int, headers: Headers, at: float) -> int | None:
         """Take the reply's status and headers, and decide how its body is cut.
@@ -101,7 +126,14 @@ class Call:
             tapped = _length(fields.get(wire.LENGTH_HEADER))
             if tapped is not None and tapped > length:
                 tapped = None
-        if self.streamed and self.nonce and "content-encoding" not in fields:
+        added = self._added
+        if added is not None and (status != 200 or "content-encoding" in fields):
+            added = None
+        if added is not None and self.streamed:
+            self._cutter = apitokens.SseCutter(added)
+        elif added is not None and fields.get("content-type", "").startswith("application/json"):
+            self._cutter, self.whole = apitokens.BodyCutter(added), True
+        elif self.streamed and self.nonce and "content-encoding" not in fields:
             self._cutter = SseCutter(self.nonce)
         elif not self.streamed and length is not None:
             self._cutter = BodyCutter(length if tapped is None else tapped, self.nonce or "")
@@ -137,6 +169,12 @@ class Call:
         self.rest = self._last_event + self._cutter.finish()
         self._last_event = b""
         self._reply += self.rest
+        if self.whole:
+            length = str(len(self._reply))
+            self._reply_headers = [
+                (name, length if name.lower() == "content-length" else value)
+                for name, value in self._reply_headers
+            ]
 
     @property
     def held(self) -> bytes:
@@ -154,7 +192,7 @@ class Call:
 
     @property
     def tap_lines(self) -> list[str]:
-        """The tap's lines, wherever they came from."""
+        """The lines with tokens, wherever they came from."""
         return self.pulled if self.pulled is not None else self._cutter.lines
 
     @property
@@ -167,27 +205,26 @@ class Call:
         """Bytes of the reply's body so far, without tap lines."""
         return len(self._reply)
 
-    def record(
-        self, outcome: Outcome, upstream: str, ended: float, error: str | None = None
-    ) -> Exchange:
+    def record(self, outcome: Outcome, ended: float, error: str | None = None) -> Exchange:
         """Return the record of this exchange, without credentials."""
         bodies = self.route != "other"
+        secrets = redact.Secrets(self._headers + self._reply_headers, self.path)
         response = None
         if self.status is not None:
             response = Response(
                 status=self.status,
-                headers=redact.headers(self._reply_headers),
-                body=Body.of(bytes(self._reply)) if bodies else None,
+                headers=_clean(self._reply_headers, secrets),
+                body=Body.of(self._reply_body(secrets)) if bodies else None,
             )
         return Exchange(
             id=self._id,
             route=self.route,
             session=self._session,
-            upstream=upstream,
+            upstream=self.upstream,
             request=Request(
                 method=self._method,
-                path=redact.url(self._path),
-                headers=redact.headers(self._headers),
+                path=secrets.remove(redact.url(self.path)),
+                headers=_clean(self._headers, secrets),
                 body=Body.of(bytes(self._request)) if bodies else None,
             ),
             started=self._started,
@@ -195,15 +232,34 @@ class Call:
             outcome=outcome,
             response=response,
             first_byte=self._first_byte,
-            error=error or self.fault,
+            error=self._error_text(error or self.fault, secrets),
             tap=self.tap_lines,
-            tap_source=self._tap_source(),
+            tap_source=self.token_source,
+            renamed=self.renamed,
         )
 
-    def _tap_source(self) -> TapSource:
+    def _reply_body(self, secrets: redact.Secrets) -> bytes:
+        """Return the reply's body as it is to be kept: errors may quote the agent's key."""
+        body = bytes(self._reply)
+        failed = self.status is not None and self.status >= 400
+        return secrets.remove_bytes(body) if failed else body
+
+    @staticmethod
+    def _error_text(text: str | None, secrets: redact.Secrets) -> str | None:
+        return None if text is None else secrets.remove(redact.message(text))
+
+    @property
+    def token_source(self) -> TapSource:
+        """Where its tokens came from."""
         if not self.tap_lines:
             return "none"
+        if self._added is not None:
+            return "api"
         return "inline" if self.pulled is None else "pulled"
+
+
+def _clean(fields: Headers, secrets: redact.Secrets) -> Headers:
+    return [(name, secrets.remove(value)) for name, value in redact.headers(fields)]
 
 
 def _length(value: str | None) -> int | None:

@@ -10,15 +10,23 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mitmproxy import http
 from mitmproxy.connection import Client, ConnectionState
+from mitmproxy.net.http import http1
 
-from sidecar import routes
+from sidecar import coding, routes
+from sidecar.access import Access
+from sidecar.addresses import Upstream
 from sidecar.call import Call, Headers, new_nonce
-from sidecar.metrics import Metrics
+from sidecar.limits import discard_body
+from sidecar.metrics import Metrics, Phase
 from sidecar.record import Outcome, Record, Session
+from sidecar.refusal import Refusal
+from sidecar.router import Plan, Router, Sent, address, set_body
+from sidecar.sources import Sources
 from tokenization.tap import wire
 
 _log = logging.getLogger(__name__)
@@ -27,6 +35,9 @@ SESSION_HEADER = "x-ridealong-session"
 # How long the end of a reply waits for its record to be in the shard. Normally a millisecond; after
 # a wait in vain nobody waits until that record is written.
 _COMMIT_SECONDS = 1.0
+
+# What servers answer to an upgrade where they know no WebSocket: uvicorn 403, others as to a GET.
+_NO_WEBSOCKET = frozenset({403, 404, 405, 501})
 
 Piece = bytes | list[bytes]
 
@@ -44,8 +55,23 @@ class Sink(Protocol):
 class Puller(Protocol):
     """Fetches tokens; ``sidecar.tapclient.TapClient``."""
 
-    async def pull(self, nonce: str, authorization: str | None) -> list[str] | None:
+    async def pull(self, upstream: str, nonce: str, authorization: str | None) -> list[str] | None:
         """Return the tap's lines of a call after its end, None if there are none."""
+
+
+@dataclass
+class _Exchange:
+    """A call, the flow it is mitmproxy's name for, and where it goes."""
+
+    call: Call
+    flow: http.HTTPFlow
+    plan: Plan
+    since: float = 0.0
+    """``time.perf_counter`` when its head was here."""
+    sent: Sent | None = None
+    """None while its body is waited for to route it."""
+    to_splice: bool = False
+    """Its body is waited for, to ask for tokens in it."""
 
 
 class Capture:
@@ -57,53 +83,106 @@ class Capture:
 
     def __init__(
         self,
-        upstream: str,
-        prefix: str,
-        tap: bool,
+        router: Router,
+        sources: Sources,
         sink: Sink,
         puller: Puller,
         write: Callable[[http.HTTPFlow, bytes], None],
+        pass_reset_on: Callable[[http.HTTPFlow], bool],
         metrics: Metrics,
+        access: Access,
     ) -> None:
-        """``upstream``: the model server's URL, for the records; ``prefix``: its path prefix;
-        ``write``: sends bytes of a reply's body to the client at once.
+        """``write``: sends bytes of a reply's body to the client at once; ``pass_reset_on``: makes
+        the client's connection end as the upstream's did, and says whether that was a reset.
         """
         self.untapped_in_a_row = 0
         """Model calls answered without the tokens that were asked for, since one that had them."""
-        self._upstream = upstream
-        self._prefix = prefix
-        self._tap = tap
+        self.access = access
+        """Who may post what; another one may take its place at any time."""
+        self._router = router
+        self._sources = sources
         self._sink = sink
         self._puller = puller
         self._write = write
+        self._pass_reset_on = pass_reset_on
         self._metrics = metrics
         self._commit_overdue = False
-        self._calls: dict[str, tuple[Call, http.HTTPFlow]] = {}
+        self._exchanges: dict[str, _Exchange] = {}
+        self._sockets: dict[str, str] = {}
         self._pulls: set[asyncio.Task[None]] = set()
 
     @property
     def in_flight(self) -> int:
-        """Exchanges going on, and cancelled ones whose tokens are being fetched."""
-        return len(self._calls) + len(self._pulls)
+        """Exchanges and WebSockets going on, and cancelled calls whose tokens are being fetched."""
+        return len(self._exchanges) + len(self._sockets) + len(self._pulls)
 
     def busy_connections(self) -> set[str]:
         """Return mitmproxy's ids of the client connections that have an exchange going on."""
-        return {flow.client_conn.id for _, flow in self._calls.values()}
+        busy = {exchange.flow.client_conn.id for exchange in self._exchanges.values()}
+        return busy | set(self._sockets.values())
+
+    def replicas(self, client: str) -> list[Upstream]:
+        """Return the model servers that may get what a client connection has just asked for."""
+        sent = self._waiting(client)[1]
+        return sent.replicas if sent is not None else []
+
+    def redirect(self, client: str, replica: Upstream) -> None:
+        """Send what a client connection has just asked for to another of its replicas."""
+        flow, sent = self._waiting(client)
+        if flow is not None and sent is not None:
+            address(flow, sent, replica)
+            self._went(flow, sent)
+
+    def http_connect(self, flow: http.HTTPFlow) -> None:
+        admission = self.access.connect(flow.request.headers.get("proxy-authorization"))
+        if isinstance(admission, Refusal):
+            self._refuse(flow, admission)
+        else:
+            self._router.connect(flow)
 
     def requestheaders(self, flow: http.HTTPFlow) -> None:
+        since = time.perf_counter()
         flow.request.stream = True
         try:
             self._begin(flow)
         except Exception:
             self._fault("a request is not captured")
+            if self.access.required and flow.id not in self._exchanges:
+                self._refuse(flow, Refusal(500, "the sidecar failed to check the run key"))
+        exchange = self._exchanges.get(flow.id)
+        if exchange is not None:
+            exchange.since = since
+            if flow.request.stream:
+                self._added("request", exchange.call, since)
 
-    def responseheaders(self, flow: http.HTTPFlow) -> None:
-        assert flow.response is not None
-        flow.response.stream = True
-        call = self._call(flow)
-        if call is None:
+    def request(self, flow: http.HTTPFlow) -> None:
+        exchange = self._exchanges.get(flow.id)
+        if exchange is None or (exchange.sent is None and flow.request.stream):
             return
         try:
+            if exchange.sent is None:
+                self._send_body(exchange)
+            elif exchange.to_splice:
+                exchange.call.request_chunk(flow.request.data.content or b"")
+                self._ask_in_text(exchange)
+        except Exception:
+            self._fault("a request goes on as it came")
+        if not flow.request.stream:
+            self._added("request", exchange.call, exchange.since)
+
+    def responseheaders(self, flow: http.HTTPFlow) -> None:
+        since = time.perf_counter()
+        assert flow.response is not None
+        flow.response.stream = True
+        exchange = self._exchanges.get(flow.id)
+        if exchange is None:
+            return
+        call = exchange.call
+        # It has been sent, and a waiting agent may have many of them.
+        flow.request.data.content = b""
+        try:
+            if self._lacks_websocket(exchange):
+                _answer_upgrade_required(flow.response)
             length = call.begin_reply(
                 flow.response.status_code,
                 _fields(flow.response.headers),
@@ -116,26 +195,41 @@ class Capture:
         except Exception:
             self._fault("a reply is not captured")
             return
-        if call.route != "other":
+        if call.whole:
+            flow.response.stream = False
+        elif call.route != "other":
             flow.response.stream = self._reply_stream(call)
+        self._added("reply_head", call, since)
 
     async def response(self, flow: http.HTTPFlow) -> None:
+        since = time.perf_counter()
+        # A reply without a length ends with its connection, and mitmproxy takes every end for one.
+        reset = _ends_with_connection(flow) and self._pass_reset_on(flow)
+        outcome: Outcome = "upstream_error" if reset else "complete"
+        error = "the upstream reset the connection" if reset else None
         call = self._call(flow)
         if call is None:
             return
+        if call.whole:
+            self._cut_whole(call, flow)
         try:
             if call.route == "other":
-                self._end(call, "complete")
+                self._end(call, outcome, error)
             else:
-                await self._end_committed(call, "complete")
+                await self._end_committed(call, outcome, error)
         finally:
             if call.rest:
                 self._write(flow, call.rest)
+            self._added("reply_end", call, since)
             self._release(flow)
+            if flow.websocket is not None:
+                self._sockets[flow.id] = flow.client_conn.id
 
     async def error(self, flow: http.HTTPFlow) -> None:
         call = self._call(flow)
-        headers_sent = call is not None and call.status is not None
+        headers_sent = call is not None and call.status is not None and not call.whole
+        if flow.client_conn.state & ConnectionState.CAN_READ:
+            self._pass_reset_on(flow)
         if call is not None:
             message = flow.error.msg if flow.error else "unknown"
             try:
@@ -155,20 +249,27 @@ class Capture:
 
         mitmproxy calls neither when it fails itself, as it does on HTTP/1 trailers.
         """
-        for call, flow in list(self._calls.values()):
-            if flow.client_conn.id == client.id:
-                self._end_hung_up(call, "the client's connection ended before the exchange did")
-                self._release(flow)
+        for exchange in list(self._exchanges.values()):
+            if exchange.flow.client_conn.id == client.id:
+                self._end_hung_up(
+                    exchange.call, "the client's connection ended before the exchange did"
+                )
+                self._release(exchange.flow)
+        self._router.forget(client.id)
 
     def websocket_message(self, flow: http.HTTPFlow) -> None:
         if flow.websocket is not None:
             flow.websocket.messages.clear()  # mitmproxy would keep them all.
 
+    def websocket_end(self, flow: http.HTTPFlow) -> None:
+        self._sockets.pop(flow.id, None)
+        self._metrics.in_flight.set(self.in_flight)
+
     def stop(self) -> None:
         """Record what is still going on as cut off by the sidecar's end."""
-        for call, _ in self._calls.values():
-            self._end(call, "sidecar_stopped")
-        self._calls.clear()
+        for exchange in self._exchanges.values():
+            self._end(exchange.call, "sidecar_stopped")
+        self._exchanges.clear()
 
     async def finish_pulls(self) -> None:
         """Wait for the tokens of cancelled calls; every fetch is bounded."""
@@ -176,40 +277,127 @@ class Capture:
             await asyncio.wait(self._pulls)
 
     def _begin(self, flow: http.HTTPFlow) -> None:
+        plan = self._router.plan(flow)
+        if plan is None:
+            return
         request = flow.request
-        target = request.data.path.decode("latin-1")
-        run, rest = routes.split_run(target)
         method = request.data.method.decode("latin-1")
-        route = routes.route(method, rest)
-        path = self._prefix + rest if rest.startswith("/") else rest
+        # The real host may mean something else by a path; only ours are put right.
+        route = routes.route(method, plan.target)
         asked = _fields(request.headers)
+        admission = self.access.admit(
+            method, plan.target, asked, plan.path_run, plan.proxy_authorization
+        )
+        if isinstance(admission, Refusal):
+            self._refuse(flow, admission)
+            return
+        for name in admission.spent:
+            del request.headers[name]
+        if admission.run is not None and admission.run != plan.run:
+            plan = replace(plan, run=admission.run)
         headers = [(name, value) for name, value in asked if name.lower() != wire.HEADER]
+        if len(headers) != len(asked):
+            del request.headers[wire.HEADER]
         session = ", ".join(value for name, value in asked if name.lower() == SESSION_HEADER)
-        nonce = new_nonce() if self._tap and route != "other" else None
         host, port, *_ = flow.client_conn.peername or ("", 0)
         call = Call(
             route=route,
-            session=Session(run, session or None, f"{host}:{port}"),
+            session=Session(admission.run, session or None, f"{host}:{port}", plan.way),
             method=method,
-            path=path,
             headers=headers,
-            nonce=nonce,
             started=request.timestamp_start,
         )
-        self._calls[flow.id] = call, flow
+        call.path = plan.target
+        exchange = _Exchange(call, flow, plan)
+        self._exchanges[flow.id] = exchange
         self._metrics.in_flight.set(self.in_flight)
-
-        if path != target:
-            request.data.path = path.encode("latin-1")
-        if len(headers) != len(asked):
-            del request.headers[wire.HEADER]
-        if route == "other":
+        if route != "other" and plan.to_routes:
+            # Compressed replies could not be cut.
+            request.headers["accept-encoding"] = "identity"
+        if plan.reads_model:
+            request.stream = False
             return
-        # Compressed replies could not be cut.
-        request.headers["accept-encoding"] = "identity"
-        if nonce is not None:
-            request.headers[wire.HEADER] = nonce
-        request.stream = self._request_stream(call)
+        if route != "other":
+            request.stream = self._request_stream(call)
+        self._send(exchange)
+
+    def _refuse(self, flow: http.HTTPFlow, refusal: Refusal) -> None:
+        """Answer in place of the upstream. A refused request is not recorded."""
+        flow.request.stream = False
+        discard_body(flow.request)
+        content = b"" if flow.request.method == "HEAD" else refusal.body
+        flow.response = http.Response.make(refusal.status, content, refusal.headers)
+        self._metrics.refused(refusal.status)
+
+    def _send_body(self, exchange: _Exchange) -> None:
+        """Send a request on whose body was waited for."""
+        content = exchange.flow.request.data.content or b""
+        exchange.call.request_chunk(content)
+        self._send(exchange, content)
+
+    def _send(self, exchange: _Exchange, content: bytes | None = None) -> None:
+        """Choose a request's upstream; ``content`` is its body where that was waited for."""
+        call, flow = exchange.call, exchange.flow
+        exchange.sent = self._router.send(flow, exchange.plan, content)
+        self._went(flow, exchange.sent)
+        source = self._sources.of(call.upstream, call.route) if exchange.sent.tap else "none"
+        if source == "tap":
+            call.nonce = new_nonce()
+            flow.request.headers[wire.HEADER] = call.nonce
+        elif source == "api" and content is not None:
+            self._ask_in_text(exchange)
+        elif source == "api":
+            flow.request.stream, exchange.to_splice = False, True
+
+    def _ask_in_text(self, exchange: _Exchange) -> None:
+        """Ask for tokens in a request's body, which is here."""
+        request = exchange.flow.request
+        encoding = request.headers.get("content-encoding", "")
+        try:
+            text = coding.decode(request.data.content or b"", encoding)
+        except ValueError:
+            return
+        asking = exchange.call.ask_in_text(text)
+        if asking is not None:
+            set_body(request, asking)
+
+    def _cut_whole(self, call: Call, flow: http.HTTPFlow) -> None:
+        """Take the tokens out of a reply that is here as a whole."""
+        assert flow.response is not None
+        response = flow.response
+        try:
+            call.reply_chunk(response.data.content or b"")
+            call.end_reply()
+            response.data.content, call.rest = call.rest, b""
+            if "content-length" in response.headers:
+                response.headers["content-length"] = str(len(response.data.content))
+        except Exception as error:
+            call.fault = f"the sidecar failed to capture the reply: {error!r}"
+            self._fault("a reply goes on as it comes from upstream")
+
+    def _went(self, flow: http.HTTPFlow, sent: Sent) -> None:
+        """Note in a call where it went."""
+        call = self._exchanges[flow.id].call
+        call.upstream, call.path, call.renamed = sent.upstream, sent.path, sent.renamed
+        call.authorization = flow.request.headers.get("authorization")
+
+    def _waiting(self, client: str) -> tuple[http.HTTPFlow | None, Sent | None]:
+        """Return the exchange of a client connection that no reply has come to."""
+        for exchange in self._exchanges.values():
+            if exchange.flow.client_conn.id == client and exchange.call.status is None:
+                return exchange.flow, exchange.sent
+        return None, None
+
+    def _lacks_websocket(self, exchange: _Exchange) -> bool:
+        """Say whether the upstream has just refused a WebSocket because it knows none there."""
+        request, response = exchange.flow.request, exchange.flow.response
+        return (
+            response is not None
+            and response.status_code in _NO_WEBSOCKET
+            and routes.is_responses_upgrade(
+                request.method, exchange.plan.target, request.headers.get("upgrade")
+            )
+        )
 
     def _request_stream(self, call: Call) -> Callable[[bytes], Piece]:
         def stream(data: bytes) -> Piece:
@@ -277,7 +465,7 @@ class Capture:
 
         async def pull() -> None:
             assert call.nonce is not None
-            call.pulled = await self._puller.pull(call.nonce, call.authorization)
+            call.pulled = await self._puller.pull(call.upstream, call.nonce, call.authorization)
             outcome: Outcome = "complete" if call.agent_saw_the_end() else "cancelled"
             self._record(call, outcome, ended, error)
 
@@ -301,7 +489,7 @@ class Capture:
         call.recorded = True
         done = self._commit(committed) if committed is not None else None
         try:
-            record = call.record(outcome, self._upstream, ended, error)
+            record = call.record(outcome, ended, error)
             self._sink.put(record, done)
         except Exception as failure:
             self._fault("a record is lost")
@@ -311,7 +499,7 @@ class Capture:
                 done()
             return
         self._metrics.ended(call, outcome, ended - record.started)
-        if outcome == "complete" and call.nonce is not None and call.status == 200:
+        if outcome == "complete" and call.asks_tokens and call.status == 200:
             if call.tap_lines:
                 self.untapped_in_a_row = 0
             else:
@@ -336,17 +524,39 @@ class Capture:
         timer = loop.call_later(limit, release, True)
         return done
 
+    def _added(self, phase: Phase, call: Call, since: float) -> None:
+        if call.route != "other":
+            self._metrics.added(phase, time.perf_counter() - since)
+
     def _release(self, flow: http.HTTPFlow) -> None:
-        self._calls.pop(flow.id, None)
+        self._exchanges.pop(flow.id, None)
         self._metrics.in_flight.set(self.in_flight)
 
     def _call(self, flow: http.HTTPFlow) -> Call | None:
-        known = self._calls.get(flow.id)
-        return known[0] if known else None
+        known = self._exchanges.get(flow.id)
+        return known.call if known else None
 
     def _fault(self, what: str) -> None:
         self._metrics.faults.inc()
         _log.exception("capturing failed, the traffic goes on: %s", what)
+
+
+def _answer_upgrade_required(response: http.Response) -> None:
+    """Make a reply one that says: no WebSocket here.
+
+    Codex then goes on in the same turn with POST; after any other status it would try again.
+    """
+    response.status_code, response.reason = 426, "Upgrade Required"
+    response.headers.fields = ((b"connection", b"close"), (b"content-length", b"0"))
+    response.stream = lambda _: []
+
+
+def _ends_with_connection(flow: http.HTTPFlow) -> bool:
+    """Say whether only the end of its connection tells where a reply ends (RFC 9112, 6.3)."""
+    try:
+        return http1.expected_http_body_size(flow.request, flow.response) == -1
+    except ValueError:
+        return False
 
 
 def _fields(headers: http.Headers) -> Headers:

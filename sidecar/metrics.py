@@ -1,6 +1,7 @@
 """The sidecar's counters, in a registry of their own."""
 
 from collections.abc import Iterator
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -13,17 +14,20 @@ from sidecar.writer import Writer
 
 # A model call takes from a tenth of a second to minutes.
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_ADDED_SECONDS = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 1, 2.5)
+
+Phase = Literal["request", "reply_head", "reply_end"]
 
 
 class Metrics:
-    """Counted once per call, at its end: nothing here costs per streamed chunk."""
+    """Counted a few times per call: nothing here costs per streamed chunk."""
 
     def __init__(self, writer: Writer) -> None:
         self.registry = CollectorRegistry()
         self._calls = Counter(
             "ridealong_sidecar_calls",
             "Exchanges that have ended.",
-            ["route", "outcome"],
+            ["route", "outcome", "token_source"],
             registry=self.registry,
         )
         self._seconds = Histogram(
@@ -33,6 +37,19 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        added = Histogram(
+            "ridealong_sidecar_added_seconds",
+            "What capturing adds to a model call, by phase. request: from its head to its "
+            "forwarding, with the wait for its body where that is needed. reply_head: from the "
+            "upstream's to its forwarding. reply_end: from the upstream's last byte to the last "
+            "one for the agent, with the wait for the record.",
+            ["phase"],
+            buckets=_ADDED_SECONDS,
+            registry=self.registry,
+        )
+        self._added: dict[Phase, Histogram] = {
+            phase: added.labels(phase) for phase in get_args(Phase)
+        }
         self._bytes = Counter(
             "ridealong_sidecar_body_bytes",
             "Body bytes of model calls, as the agent sent or received them.",
@@ -57,6 +74,12 @@ class Metrics:
             "Faults of the sidecar's own capturing; the traffic went on.",
             registry=self.registry,
         )
+        self._refused = Counter(
+            "ridealong_sidecar_refused",
+            "Requests that the sidecar answered itself: no key, too large, ambiguous.",
+            ["status"],
+            registry=self.registry,
+        )
         self.in_flight = Gauge(
             "ridealong_sidecar_in_flight", "Exchanges going on now.", registry=self.registry
         )
@@ -68,9 +91,17 @@ class Metrics:
         self.tap_available.set(float("nan"))
         self.registry.register(_WriterCollector(writer))
 
+    def added(self, phase: Phase, seconds: float) -> None:
+        """Note how long capturing held up a model call."""
+        self._added[phase].observe(seconds)
+
+    def refused(self, status: int) -> None:
+        """Count a request that was refused."""
+        self._refused.labels(str(status)).inc()
+
     def ended(self, call: Call, outcome: Outcome, seconds: float) -> None:
         """Count a call that has ended."""
-        self._calls.labels(call.route, outcome).inc()
+        self._calls.labels(call.route, outcome, call.token_source).inc()
         self._seconds.labels(call.route).observe(seconds)
         self._bytes.labels("request").inc(call.bytes_in)
         self._bytes.labels("reply").inc(call.bytes_out)

@@ -7,64 +7,92 @@ table for draining. There can be one such proxy per process.
 """
 
 import asyncio
+import contextlib
 import os
 import socket
+import struct
 import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mitmproxy import ctx, http, options
 from mitmproxy.addons import block, core, disable_h2c, next_layer, proxyserver, tlsconfig
+from mitmproxy.connection import Client
 from mitmproxy.master import Master
 from mitmproxy.proxy.mode_servers import ServerInstance
+from mitmproxy.proxy.server_hooks import ServerConnectionHookData
+from mitmproxy.tls import TlsData
+from OpenSSL import SSL
 
-from sidecar.addresses import Upstream
+from sidecar import tls
 from sidecar.capture import Capture
+from sidecar.ways import Listener
 
-# Seconds without a byte in either direction after which mitmproxy gives a connection up; its
-# default of ten minutes would cut off long generations that are not streamed.
-_TCP_TIMEOUT = 86_400
 _POLL_SECONDS = 0.02
+_TLS_READ_BYTES = 65_536
 
 
 class Proxy:
-    """A reverse proxy to one upstream, with ``capture`` as its addon."""
+    """A proxy with ``addons``, in the order in which they see mitmproxy's events."""
 
-    def __init__(self, upstream: Upstream, capture: Capture) -> None:
-        """Needs a running event loop."""
-        mode = f"reverse:{upstream.origin}"
-        self._master = Master(options.Options(mode=[mode], server=False))
+    def __init__(
+        self,
+        capture: Capture,
+        addons: Sequence[object],
+        *,
+        read_hosts: Sequence[str],
+        key_folder: Path | None,
+        tls_upstream: bool,
+        timeout_seconds: int,
+    ) -> None:
+        """Needs a running event loop.
+
+        ``read_hosts``: regular expressions over ``host:port`` of the connections that are read; all
+        others pass as bytes. ``key_folder``: of the certificate authority that signs for these
+        hosts, None where agents only speak plain HTTP. ``tls_upstream``: there are https upstreams.
+        """
+        self._master = Master(options.Options(mode=[], server=False))
         self._connections = proxyserver.Proxyserver()
         self._capture = capture
         self._ready = _Ready()
+        self._no_authority: tempfile.TemporaryDirectory[str] | None = None
         self._master.addons.add(
             core.Core(),
             block.Block(),
             disable_h2c.DisableH2C(),
             self._connections,
             next_layer.NextLayer(),
+            _ClientTls(),
+            _Refusals(),
             capture,
+            *addons,
             self._ready,
         )
-        if upstream.scheme == "https":
-            # The TLS addon insists on a certificate authority of its own. The agent speaks plain
-            # HTTP to the loopback address, so nothing is ever signed by it: it is not kept.
+        if key_folder is None and tls_upstream:
+            # The TLS addon insists on a certificate authority of its own. Where the agent speaks
+            # plain HTTP, nothing is ever signed by it: it is not kept.
+            self._no_authority = tempfile.TemporaryDirectory(prefix="ridealong-")
+            key_folder = Path(self._no_authority.name)
+        if key_folder is not None:
             self._master.addons.add(tlsconfig.TlsConfig())
-            with tempfile.TemporaryDirectory(prefix="ridealong-") as confdir:
-                self._master.options.update(confdir=confdir)
+            self._master.options.update(confdir=str(key_folder))
         self._master.options.update(
             # HTTP/2 towards the agent leaks upstream connections when it hangs up.
             http2=False,
             # Connecting when the request is known lets failures be seen and recorded.
             connection_strategy="lazy",
-            tcp_timeout=_TCP_TIMEOUT,
+            # Each request's upstream, and so its Host header, is our choice.
+            keep_host_header=True,
+            tcp_timeout=timeout_seconds,
+            allow_hosts=list(read_hosts),
             ssl_verify_upstream_trusted_ca=os.environ.get("SSL_CERT_FILE") or None,
         )
-        self._instance: ServerInstance[Any] = ServerInstance.make(mode, self._connections)
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, sock: socket.socket) -> None:
-        """Serve connections of a listening socket."""
+    async def start(self, listeners: Sequence[Listener]) -> None:
+        """Serve the connections of listening sockets."""
         self._task = asyncio.create_task(self._master.run())
         ready = asyncio.create_task(self._ready.running_now.wait())
         await asyncio.wait({self._task, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -72,15 +100,32 @@ class Proxy:
             self._task.result()
         # mitmproxy offers every event of every exchange to every addon.
         self._master.addons.remove(self._ready)
-        self._server = await asyncio.start_server(self._instance.handle_stream, sock=sock)
+        for listener in listeners:
+            instance: ServerInstance[Any] = ServerInstance.make(listener.mode, self._connections)
+            handle = _ending_quietly(instance.handle_stream)
+            if listener.tls is None:
+                server = asyncio.start_server(handle, sock=listener.sock)
+            else:
+                server = asyncio.start_server(
+                    tls.without_half_close(handle),
+                    sock=listener.sock,
+                    ssl=listener.tls,
+                    ssl_handshake_timeout=tls.HANDSHAKE_SECONDS,
+                    ssl_shutdown_timeout=tls.SHUTDOWN_SECONDS,
+                )
+            self._servers.append(await server)
+
+    @property
+    def listening(self) -> bool:
+        """Connections are accepted."""
+        return any(server.is_serving() for server in self._servers)
 
     async def drain(self, seconds: float) -> None:
         """Accept nothing new, let exchanges end, close connections as they become idle.
 
         Returns when none is left, or after ``seconds``.
         """
-        if self._server is not None:
-            self._server.close()
+        self._stop_listening()
         deadline = asyncio.get_running_loop().time() + seconds
         idle: set[str] = set()
         while self._connections.connections or self._capture.in_flight:
@@ -96,19 +141,34 @@ class Proxy:
 
     async def stop(self) -> None:
         """End at once. What is still going on is cut off, and recorded as such."""
-        if self._server is not None:
-            self._server.close()
+        self._stop_listening()
         self._capture.stop()
         await self._capture.finish_pulls()
         self._master.shutdown()
         if self._task is not None:
             await asyncio.wait({self._task})
+        if self._no_authority is not None:
+            self._no_authority.cleanup()
+
+    def _stop_listening(self) -> None:
+        for server in self._servers:
+            server.close()
 
     def _close(self, connection: str) -> None:
         handler = self._connections.connections.get(connection)
         transport = handler.transports.get(handler.client) if handler else None
         if transport is not None and isinstance(transport.writer, asyncio.StreamWriter):
             transport.writer.close()
+
+
+def _ending_quietly(handle: tls.Handler) -> tls.Handler:
+    """Wrap a stream handler that is cancelled at the end: asyncio would log a traceback."""
+
+    async def handle_stream(reader: Any, writer: Any) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await handle(reader, writer)
+
+    return handle_stream
 
 
 def write_to_client(flow: http.HTTPFlow, data: bytes) -> None:
@@ -123,8 +183,73 @@ def write_to_client(flow: http.HTTPFlow, data: bytes) -> None:
         return
     if "chunked" in flow.response.headers.get("transfer-encoding", "").lower():
         data = b"%x\r\n%b\r\n" % (len(data), data)
+    known = ctx.master.addons.get(_ClientTls.name)
+    for connection in reversed(known.connections(flow.client_conn)):
+        data = _encrypted(connection, data)
     if not transport.writer.is_closing():
         transport.writer.write(data)
+
+
+def _encrypted(connection: SSL.Connection, data: bytes) -> bytes:
+    """Return what has to be sent so that ``data`` arrives inside a TLS connection."""
+    connection.sendall(data)
+    found = []
+    with contextlib.suppress(SSL.WantReadError):  # There is no more.
+        while True:
+            found.append(connection.bio_read(_TLS_READ_BYTES))
+    return b"".join(found)
+
+
+def pass_reset_on(flow: http.HTTPFlow) -> bool:
+    """Where the upstream has reset its connection, make the client's end with a reset too.
+
+    In a hook before mitmproxy closes the client's connection; it would close it in good order, and
+    a broken reply would look like one that ended. Says whether there was a reset.
+    """
+    handler = ctx.master.addons.get("proxyserver").connections.get(flow.client_conn.id)
+    upstream = handler.transports.get(flow.server_conn) if handler else None
+    if upstream is None or not isinstance(upstream.reader, asyncio.StreamReader):
+        return False
+    reset = isinstance(upstream.reader.exception(), ConnectionResetError)
+    if reset:
+        _end_with_reset(flow.client_conn)
+    return reset
+
+
+def _end_with_reset(client: Client) -> None:
+    """Let a client's connection, when it is closed, be reset."""
+    handler = ctx.master.addons.get("proxyserver").connections.get(client.id)
+    transport = handler.transports.get(handler.client) if handler else None
+    if transport is not None and isinstance(transport.writer, asyncio.StreamWriter):
+        sock = transport.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+class _Refusals:
+    """Addon that makes a refused connection a reset one: nearest to what it would be without us."""
+
+    def server_connect_error(self, data: ServerConnectionHookData) -> None:
+        _end_with_reset(data.client)
+
+
+class _ClientTls:
+    """Addon that knows the TLS connections of clients which mitmproxy itself ends."""
+
+    name = "ridealong-client-tls"
+
+    def __init__(self) -> None:
+        self._connections: dict[str, list[SSL.Connection]] = {}
+
+    def connections(self, client: Client) -> list[SSL.Connection]:
+        """Return a client's TLS connections; a later one is inside the earlier."""
+        return self._connections.get(client.id, [])
+
+    def tls_established_client(self, data: TlsData) -> None:
+        assert data.ssl_conn is not None
+        self._connections.setdefault(data.conn.id, []).append(data.ssl_conn)
+
+    def client_disconnected(self, client: Client) -> None:
+        self._connections.pop(client.id, None)
 
 
 class _Ready:

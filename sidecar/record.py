@@ -12,11 +12,13 @@ from typing import Literal
 
 import msgspec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2: records in a shard may repeat parts of earlier ones (``repeats``)."""
 
 Route = Literal["chat", "completions", "responses", "messages", "other"]
 Outcome = Literal["complete", "cancelled", "upstream_error", "sidecar_stopped"]
-TapSource = Literal["inline", "pulled", "none"]
+Way = Literal["base_url", "proxy", "transparent", "local"]
+TapSource = Literal["inline", "pulled", "api", "none"]
 
 
 class Body(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -61,11 +63,36 @@ class Session(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who called, as far as the hot path knows without parsing bodies."""
 
     run: str | None = None
-    """Run id: ``/r/<run>/`` path prefix."""
+    """Run id: ``/r/<run>/`` path prefix, else the user name of the proxy credentials."""
     session: str | None = None
     """``x-ridealong-session`` header."""
     peer: str = ""
     """Client address ``host:port``; the weakest key."""
+    way: Way = "base_url"
+    """How the request reached the sidecar."""
+
+
+Part = str | tuple[int, int]
+"""A piece of a text: written out, or (start, length) in bytes of the base's text in UTF-8."""
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """A text as the pieces in which it differs from another, and its CRC-32 in UTF-8."""
+
+    crc: int
+    parts: list[Part]
+
+
+class Repeats(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a record shares with an earlier one of its shard, its base (``sidecar.history``)."""
+
+    frame: int
+    """Where the base lies: offset of its frame, number of its line in it."""
+    line: int
+    body: Delta | None = None
+    """The request's body, against the base's."""
+    tap: list[tuple[int, Delta]] = []
+    """Index in ``tap`` and text of long tap lines: the first against the base's first and so on."""
 
 
 class Exchange(msgspec.Struct, frozen=True, omit_defaults=True, tag="exchange"):
@@ -86,9 +113,15 @@ class Exchange(msgspec.Struct, frozen=True, omit_defaults=True, tag="exchange"):
     first_byte: float | None = None
     error: str | None = None
     tap: list[str] = []
-    """The token tap's JSON lines, undecoded (``tokenization.tap.wire``)."""
+    """The token tap's JSON lines, undecoded (``tokenization.tap.wire``), or with ``tap_source``
+    ``api`` what was taken out of the reply of a stock vLLM (``sidecar.apitokens``)."""
     tap_source: TapSource = "none"
     """``pulled``: fetched from the tap's endpoint after the client had cancelled."""
+    repeats: Repeats | None = None
+    """Only in a shard: what has to be filled in from an earlier record (``sidecar.reader``)."""
+    renamed: tuple[str, str] | None = None
+    """The model that the agent asked for and the one that was asked for instead; ``request.body``
+    has the agent's."""
     v: int = SCHEMA_VERSION
 
 
@@ -101,7 +134,9 @@ class SidecarStarted(msgspec.Struct, frozen=True, omit_defaults=True, tag="sidec
     upstream: str
     ridealong: str
     torn: list[str] = []
-    """Shards of earlier sidecars in this folder whose last frame is incomplete."""
+    """Shards of earlier sidecars in this folder whose last frame was incomplete."""
+    lost: int = 0
+    """Records that those sidecars are known to have taken and not written when they died."""
     v: int = SCHEMA_VERSION
 
 
@@ -118,6 +153,20 @@ Record = Exchange | SidecarStarted | RecordsLost
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
+
+
+def weight(record: Record) -> int:
+    """Return about how many bytes the record's texts have."""
+    match record:
+        case SidecarStarted():
+            return 256 + len(record.sidecar) + sum(map(len, record.torn))
+        case RecordsLost():
+            return 256 + len(record.reason)
+    size = 1024 + sum(map(len, record.tap))
+    for side in (record.request, record.response):
+        if side is not None and side.body is not None:
+            size += len(side.body.text or side.body.b64 or "")
+    return size
 
 
 def encode(record: Record) -> bytes:

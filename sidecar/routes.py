@@ -11,6 +11,8 @@ _CALLS: dict[str, Route] = {
     "/responses": "responses",
     "/messages": "messages",
 }
+_BESIDE_CALLS = re.compile(r"/models|/models/.+|/messages/count_tokens|/responses/.+")
+_VERSION = re.compile(r"/v[0-9]+[a-z0-9]*$")
 # How the last event of a stream begins, by the specifications of OpenAI's and Anthropic's APIs.
 _LAST_EVENT: dict[Route, tuple[bytes, ...]] = {
     "chat": (b"data: [DONE]",),
@@ -40,8 +42,7 @@ def split_run(target: str) -> tuple[str | None, str]:
 def route(method: str, target: str) -> Route:
     """Say which kind of model call a request is; ``other`` if none.
 
-    A missing or doubled ``/v1``, the usual slips in a base URL, makes no difference here; whether
-    the model server accepts it is its affair.
+    A missing or doubled ``/v1``, the usual slips in a base URL, makes no difference.
     """
     if method != "POST":
         return "other"
@@ -49,6 +50,33 @@ def route(method: str, target: str) -> Route:
     while path.startswith("/v1/"):
         path = path[3:]
     return _CALLS.get(path, "other")
+
+
+def upstream_target(prefix: str, target: str) -> str:
+    """Return the request target that goes upstream, where ``prefix`` is the upstream's path prefix.
+
+    OpenAI's SDKs want a base URL with ``/v1``, Anthropic's one without, and whether the upstream's
+    own URL has it is a matter of taste: model calls and what belongs to them get exactly one. Other
+    targets only get the prefix.
+    """
+    if not target.startswith("/"):
+        return target
+    rest = target
+    while rest.startswith("/v1/"):
+        rest = rest[3:]
+    path = rest.partition("?")[0]
+    if path not in _CALLS and not _BESIDE_CALLS.fullmatch(path):
+        return prefix + target
+    return f"{prefix}{rest}" if _VERSION.search(prefix) else f"{prefix}/v1{rest}"
+
+
+def is_responses_upgrade(method: str, target: str, upgrade: str | None) -> bool:
+    """Say whether a request asks to speak the Responses protocol over a WebSocket."""
+    return (
+        method == "GET"
+        and (upgrade or "").lower() == "websocket"
+        and route("POST", target) == "responses"
+    )
 
 
 def last_event(call: Route, text: bytes, at_line_start: bool = True) -> int:

@@ -12,8 +12,10 @@ class Cutter(Protocol):
     """Common to all replies."""
 
     lines: list[str]
-    held: bytes
-    """What was fed, belongs to the reply and has not been returned yet."""
+
+    @property
+    def held(self) -> bytes:
+        """What was fed, belongs to the reply and has not been returned yet."""
 
     def feed(self, data: bytes) -> bytes:
         """Take the next bytes of the reply; return those that can go on now."""

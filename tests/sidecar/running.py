@@ -7,16 +7,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sidecar.config import SidecarConfig
-from sidecar.record import Exchange, Record, decode
-from sidecar.shards import read_frames
+from sidecar.reader import read_records
+from sidecar.record import Exchange, Record
 
 _PROGRAM = """
 import os, sys, msgspec
@@ -26,7 +28,7 @@ from sidecar.config import SidecarConfig
 from sidecar.program import run
 sys.exit(run(msgspec.json.decode(sys.argv[1], type=SidecarConfig)))
 """
-_READY = re.compile(r"http://127\.0\.0\.1:(\d+) -> .* health at http://127\.0\.0\.1:(\d+)/")
+_READY = re.compile(r"https?://[0-9.]+:(\d+) -> .* health at http://127\.0\.0\.1:(\d+)/")
 
 
 class RunningSidecar:
@@ -39,32 +41,42 @@ class RunningSidecar:
         *,
         listening: socket.socket | None = None,
         env: dict[str, str] | None = None,
+        config_file: Path | None = None,
+        prefix: Sequence[str] = (),
         **options: Any,
     ) -> None:
         self.traces = traces
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
         config = SidecarConfig(
             upstream=upstream,
             traces=str(traces),
-            **{"listen": "127.0.0.1:0", "admin": "127.0.0.1:0"} | options,
+            **{
+                "listen": "127.0.0.1:0",
+                "admin": "127.0.0.1:0",
+                "key_file": str(traces.with_name("run-keys.secret")),
+            }
+            | options,
         )
         argv = [sys.executable, "-c", _PROGRAM, msgspec.json.encode(config).decode()]
+        if config_file is not None:
+            argv = [sys.executable, "-m", "deploy", "sidecar", "--config", str(config_file)]
         environment = os.environ | (env or {})
         if listening is not None:
             environment |= {"LISTEN_FDS": "1"}
             argv.append(str(listening.fileno()))
         self.process = subprocess.Popen(
-            argv,
+            [*prefix, *argv],
             env=environment,
             pass_fds=[listening.fileno()] if listening is not None else [],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._stderr,
             text=True,
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         match = _READY.search(line)
         if match is None:
-            raise RuntimeError(f"the sidecar did not start: {line}{self.process.communicate()[1]}")
+            raise RuntimeError(f"the sidecar did not start: {line}{self.errors()}")
         self.port, self.admin = int(match[1]), int(match[2])
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -95,8 +107,13 @@ class RunningSidecar:
         """SIGTERM; return the exit status and what was written to stderr."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        _, errors = self.process.communicate(timeout=timeout)
-        return self.process.returncode, errors
+        self.process.communicate(timeout=timeout)
+        return self.process.returncode, "".join(self.errors())
+
+    def errors(self) -> list[str]:
+        """Return the lines written to stderr so far."""
+        size = os.fstat(self._stderr.fileno()).st_size
+        return os.pread(self._stderr.fileno(), size, 0).decode().splitlines(keepends=True)
 
     def kill(self) -> None:
         self.process.kill()
@@ -107,7 +124,7 @@ def records(traces: Path) -> list[Record]:
     """Read every record of a folder of shards; damaged frames fail the test."""
     found: list[Record] = []
     for path in sorted(traces.glob("*.jsonl.zst")):
-        for frame in read_frames(path):
-            assert frame.error is None, f"{path}: {frame.error}"
-            found += [decode(line) for line in frame.lines]
+        for located in read_records(path):
+            assert located.record is not None, f"{path}: {located.error}"
+            found.append(located.record)
     return found

@@ -1,3 +1,4 @@
+import asyncio
 import socket
 
 import pytest
@@ -50,6 +51,19 @@ def test_an_occupied_port_is_one_line():
         with pytest.raises(UserError, match="in use") as error:
             bind("sidecar.listen", Address(*taken.getsockname()))
     assert "\n" not in str(error.value)
+
+
+async def test_small_pieces_of_a_reply_do_not_wait_for_acknowledgements():
+    async def look(reader, writer):
+        accepted = writer.get_extra_info("socket")
+        writer.write(b"%d" % accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    listening = bind("sidecar.listen", Address("127.0.0.1", 0))
+    async with await asyncio.start_server(look, sock=listening):
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        assert await asyncio.wait_for(reader.read(), 10) == b"1"
+        writer.close()
 
 
 def test_no_socket_is_inherited_for_another_process(monkeypatch):

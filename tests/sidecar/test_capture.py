@@ -8,12 +8,20 @@ from collections.abc import Callable
 
 import pytest
 from mitmproxy import http
+from mitmproxy.proxy.mode_specs import ProxyMode
 from mitmproxy.test import tflow
 
+from sidecar.access import Access
 from sidecar.call import Call, new_id
 from sidecar.capture import Capture
+from sidecar.config import SidecarConfig
+from sidecar.intercept import Interception
+from sidecar.keys import RunKeys
 from sidecar.metrics import Metrics
 from sidecar.record import Exchange, Record
+from sidecar.router import Router
+from sidecar.sources import Source, Sources
+from sidecar.upstreams import Health, parse_targets
 from sidecar.writer import Writer
 
 
@@ -45,7 +53,7 @@ class FakePuller:
 
     lines: list[str] | None = None
 
-    async def pull(self, nonce: str, authorization: str | None) -> list[str] | None:
+    async def pull(self, upstream: str, nonce: str, authorization: str | None) -> list[str] | None:
         await asyncio.sleep(0)
         return self.lines
 
@@ -66,16 +74,27 @@ def sent() -> list[bytes]:
 
 
 @pytest.fixture
-def capture(sink, sent, metrics) -> Capture:
+def capture(sink, sent, metrics, known) -> Capture:
     def write(_: http.HTTPFlow, data: bytes) -> None:
         sent.append(data)
 
-    return Capture("http://u", "", True, sink, FakePuller(), write, metrics)
+    access = Access(RunKeys(b"s" * 32), required=False)
+    targets = parse_targets(SidecarConfig(upstream="http://u"), {}, str)
+    router = Router(targets, Interception([], [], []), Health())
+    sources = Sources("auto", {targets.default.replicas[0].url: known})
+    return Capture(router, sources, sink, FakePuller(), write, lambda _: False, metrics, access)
+
+
+@pytest.fixture
+def known() -> Source:
+    """What the model server is known to have."""
+    return "tap"
 
 
 def chat_flow(content_type: str = "text/event-stream") -> http.HTTPFlow:
     flow = tflow.tflow(resp=True)
     flow.live = True
+    flow.client_conn.proxy_mode = ProxyMode.parse("reverse:http://u")
     flow.request.method, flow.request.path = "POST", "/v1/chat/completions"
     assert flow.response
     flow.response.headers = http.Headers(content_type=content_type)
@@ -107,6 +126,28 @@ async def test_a_fault_while_cutting_lets_the_rest_through_raw(capture, sink, me
     await capture.response(flow)
     assert len(sink.records) == 1 and capture.in_flight == 0
     assert "ZeroDivisionError" in (sink.records[0].error or "")
+
+
+@pytest.mark.parametrize("known", ["api"])
+async def test_faults_in_the_api_source_let_everything_through(capture, sink, metrics, monkeypatch):
+    flow = chat_flow("application/json")
+    capture.requestheaders(flow)
+    assert flow.request.stream is False
+    flow.request.data.content = b'{"model": "m"}'
+    with monkeypatch.context() as broken:
+        broken.setattr(Call, "ask_in_text", lambda *_: 1 / 0)
+        capture.request(flow)
+    assert flow.request.data.content == b'{"model": "m"}'
+    capture.request(flow)
+    assert b"return_token_ids" in flow.request.data.content
+
+    capture.responseheaders(flow)
+    assert flow.response and flow.response.stream is False
+    flow.response.data.content = body = b'{"choices":[{"index":0,"token_ids":[1]}]}'
+    monkeypatch.setattr(Call, "reply_chunk", lambda *_: 1 / 0)
+    await capture.response(flow)
+    assert flow.response.data.content == body and faults(metrics) == 2
+    assert "ZeroDivisionError" in (sink.records[0].error or "") and capture.in_flight == 0
 
 
 async def test_no_piece_is_ever_empty_bytes_and_the_end_waits_for_the_record(capture, sink, sent):

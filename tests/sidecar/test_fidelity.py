@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.sidecar.client import Connection, exchange, get, post
+from tests.sidecar.client import Connection, get, post
 
 CHAT = "/v1/chat/completions"
 
@@ -80,6 +80,17 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
+def complete(reply: bytes) -> bool:
+    """Say whether a reply ended before its connection did: nobody then looks at how that ended."""
+    head, _, rest = reply.partition(b"\r\n\r\n")
+    if b"204" in head or b"Length: 0" in head:
+        return True
+    if b"chunked" in head:
+        return reply.endswith(b"0\r\n\r\n")
+    length = head.lower().partition(b"content-length: ")[2].partition(b"\r")[0]
+    return bool(length) and len(rest) == int(length)
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -130,8 +141,20 @@ def chunk(data: bytes) -> bytes:
 def test_raw_replies_are_identical_to_direct_ones(raw_server, raw_sidecar, answer, reset, path):
     raw_server.answer, raw_server.reset = answer, reset
     request = post(path, {}, "Connection: close")
-    direct = exchange(raw_server.port, request)
-    through = exchange(raw_sidecar.port, request)
+    ends = []
+
+    def exchange(port: int) -> bytes:
+        connection = Connection(port)
+        connection.socket.sendall(request)
+        received = connection.read_to_end()
+        ends.append(connection.reset)
+        connection.close()
+        return received
+
+    direct = exchange(raw_server.port)
+    through = exchange(raw_sidecar.port)
+    if not complete(direct):
+        assert ends == [reset, reset], "broken off as the upstream broke off"
     if direct.endswith(b"da"):
         # Pieces of a chunk go on as they come, framed anew.
         direct = direct.replace(b"5\r\nda", b"2\r\nda\r\n")
@@ -147,7 +170,9 @@ def test_a_refused_connection_looks_like_a_broken_one(start):
         port = free.getsockname()[1]
     sidecar = start(f"http://127.0.0.1:{port}")
     for path in (CHAT, "/v1/models"):
-        assert exchange(sidecar.port, post(path, {})) == b""
+        connection = Connection(sidecar.port)
+        connection.socket.sendall(post(path, {}))
+        assert connection.read_to_end() == b"" and connection.reset
     first, second = sidecar.calls(2)
     assert (first.outcome, first.response, first.route) == ("upstream_error", None, "chat")
     assert (second.outcome, second.route) == ("upstream_error", "other")
@@ -191,3 +216,15 @@ def test_expect_100_continue(sidecar):
     assert connection.read_until(b"\r\n\r\n").startswith(b"HTTP/1.1 100")
     connection.socket.sendall(body)
     assert connection.reply()[1] == b"ok"
+
+
+def test_an_absolute_request_target_is_answered_as_without_us(engine, sidecar):
+    """A client that takes the sidecar's base URL for an HTTP proxy."""
+    for path in ("/files", f"/r/abs{CHAT}"):
+        request = post(path, {"reply": "ok"})
+        target = f"POST http://model.test{path}".encode()
+        absolute = request.replace(f"POST {path}".encode(), target)
+        direct = post(path.removeprefix("/r/abs"), {"reply": "ok"})
+        expected = Connection(engine.port).ask(direct)[1]
+        assert Connection(sidecar.port).ask(absolute)[1] == expected
+        assert engine.requests[-1]["headers"]["host"] == f"127.0.0.1:{engine.port}"

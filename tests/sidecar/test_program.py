@@ -145,6 +145,7 @@ def test_a_torn_shard_is_reported_by_the_next_sidecar(engine, start, tmp_path):
     call_of(sidecar, "next")
     started = [r for r in records(tmp_path / "traces") if isinstance(r, SidecarStarted)]
     assert [r.torn for r in started] == [[], [shard.name]]
+    assert [r.lost for r in started] == [0, 1]
 
 
 def test_traffic_goes_on_over_a_full_disk(engine, small_disk, tmp_path):  # noqa: F811

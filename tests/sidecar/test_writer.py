@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from sidecar.reader import read_records
 from sidecar.record import RecordsLost, SidecarStarted
-from sidecar.shards import Shard, read_frames
+from sidecar.shards import Shard, read_frames, read_tail
 from sidecar.writer import Writer
 from tests.sidecar.running import records
 
@@ -79,7 +80,7 @@ def test_what_queues_up_becomes_one_frame(tmp_path, monkeypatch):
     disk.broken = False
     writer.close(5)
     (shard,) = tmp_path.iterdir()
-    assert [len(frame.lines) for frame in read_frames(shard)] == [21]
+    assert [len(frame.lines) for frame in read_frames(shard)] == [21, 0]
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -90,7 +91,7 @@ def test_records_outlive_a_broken_disk_and_losses_are_reported(tmp_path, monkeyp
     put_and_wait(writer, numbered(0))
     disk.broken = True
     kept = [n for n in range(1, 20) if writer.put(numbered(n, size=1000))]
-    assert kept == list(range(1, len(kept) + 1)) and 9 <= len(kept) <= 11
+    assert kept == list(range(1, len(kept) + 1)) and 7 <= len(kept) <= 9
     eventually(lambda: writer.failure and "Input/output" in writer.failure)
     assert (writer.lost, writer.errors > 0) == (19 - len(kept), True)
     told: list[int] = []
@@ -107,19 +108,60 @@ def test_records_outlive_a_broken_disk_and_losses_are_reported(tmp_path, monkeyp
     assert (report.count, report.reason) == (20 - len(kept), "[Errno 5] Input/output error")
 
 
-def test_a_failed_sync_moves_on_without_repeating_records(tmp_path, monkeypatch):
-    def fail(_: Shard) -> None:
-        monkeypatch.undo()
-        raise OSError(5, "Input/output error")
+class FakeFailingSync:
+    """Makes syncs fail while ``broken``: a real disk can't be made to fail at will."""
 
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.broken = True
+        fdatasync = os.fdatasync
+
+        def fail(fd: int) -> None:
+            if self.broken:
+                raise OSError(5, "Input/output error")
+            fdatasync(fd)
+
+        monkeypatch.setattr(os, "fdatasync", fail)
+
+
+def test_after_a_failed_sync_the_records_since_the_last_good_one_are_written_again(
+    tmp_path, monkeypatch
+):
+    disk = FakeFailingSync(monkeypatch)
     writer = make(tmp_path)
-    monkeypatch.setattr(Shard, "sync", fail)
     put_and_wait(writer, numbered(1))
+    disk.broken = False
+    eventually(lambda: [path for path in tmp_path.iterdir()] and writer._unsynced == [])
+    disk.broken = True
+    put_and_wait(writer, numbered(2))
     eventually(lambda: writer.errors == 1)
-    writer.put(numbered(2))
+    assert writer.failure and "Input/output" in writer.failure
+    put_and_wait(writer, numbered(3))
+    disk.broken = False
+    eventually(lambda: writer.failure is None)
     writer.close(5)
-    assert records(tmp_path) == [STARTED, numbered(1), numbered(2)]
-    assert len(list(tmp_path.iterdir())) == 2
+    first, second = sorted(tmp_path.iterdir())
+    assert [located.record for located in read_records(first)] == [
+        STARTED,
+        numbered(1),
+        numbered(2),
+    ]
+    assert [located.record for located in read_records(second)] == [numbered(2), numbered(3)]
+    assert (writer.written, writer.lost, writer.queued_bytes) == (4, 0, 0)
+    assert (read_tail(first).next, read_tail(second).first, read_tail(second).next) == (3, 2, 4)
+
+
+def test_a_disk_that_never_syncs_does_not_fill_up_with_copies(tmp_path, monkeypatch):
+    monkeypatch.setattr("sidecar.writer._RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("sidecar.writer._SYNC_SECONDS", 0.02)
+    disk = FakeFailingSync(monkeypatch)
+    writer = make(tmp_path)
+    put_and_wait(writer, numbered(1))
+    eventually(lambda: writer.errors >= 4)
+    assert len(list(tmp_path.iterdir())) <= 3
+    disk.broken = False
+    eventually(lambda: writer.failure is None)
+    writer.close(5)
+    assert records(tmp_path) == [STARTED, numbered(1)], "the copies go when one is safe"
 
 
 def test_who_waits_is_told_when_writing_fails(tmp_path, monkeypatch):
@@ -172,15 +214,56 @@ def test_closing_gives_up_on_a_broken_disk(tmp_path, monkeypatch):
 
 def test_a_record_that_can_not_be_encoded_is_reported_as_lost(tmp_path):
     writer = make(tmp_path)
-    unencodable = SidecarStarted(at=1, sidecar="\udcff", upstream="", ridealong="")
-    with pytest.raises(UnicodeEncodeError):
-        writer.put(unencodable)
+    put_and_wait(writer, SidecarStarted(at=1, sidecar="\udcff", upstream="", ridealong=""))
     writer.lose("a record could not be made")
     put_and_wait(writer, numbered(1))
     writer.close(5)
-    assert writer.lost == 1
-    (lost,) = [record for record in records(tmp_path) if isinstance(record, RecordsLost)]
-    assert (lost.count, lost.reason) == (1, "a record could not be made")
+    assert (writer.lost, writer.written) == (2, 4)
+    lost = [record for record in records(tmp_path) if isinstance(record, RecordsLost)]
+    assert [record.count for record in lost] == [1, 1]
+    assert lost[0].reason == "a record could not be encoded: UnicodeEncodeError"
+
+
+class FakeSlowDisk:
+    """Holds every append up for a while."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        append = Shard.append
+
+        def slow(shard: Shard, frame: bytes) -> None:
+            time.sleep(seconds)
+            append(shard, frame)
+
+        monkeypatch.setattr(Shard, "append", slow)
+
+
+def test_a_slow_disk_holds_nobody_up_and_what_it_can_not_take_is_counted(tmp_path, monkeypatch):
+    FakeSlowDisk(monkeypatch, 0.2)
+    writer = make(tmp_path, queue_bytes=20_000)
+    started = time.monotonic()
+    kept = [n for n in range(1, 201) if writer.put(numbered(n))]
+    assert time.monotonic() - started < 0.2, "no record waits for the disk"
+    assert kept == list(range(1, len(kept) + 1)), "the newest are dropped"
+    assert writer.queued_bytes < 20_000 + 300 and writer.lost == 200 - len(kept) > 0
+    eventually(lambda: not writer.queued_bytes)
+    writer.close(5)
+    found = records(tmp_path)
+    assert [r.at for r in found if isinstance(r, SidecarStarted)] == [0, *kept]
+    assert sum(r.count for r in found if isinstance(r, RecordsLost)) == 200 - len(kept)
+
+
+def test_a_frame_tells_how_many_records_are_still_to_follow(tmp_path, monkeypatch):
+    monkeypatch.setattr("sidecar.writer._FRAME_BYTES", 1)
+    FakeSlowDisk(monkeypatch, 0.05)
+    writer = make(tmp_path)
+    for number in range(1, 5):
+        writer.put(numbered(number))
+    eventually(lambda: writer.written >= 2)
+    (shard,) = tmp_path.iterdir()
+    # The last frame's header knows of the records that were waiting when it was made.
+    assert read_tail(shard).taken == 5
+    writer.close(5)
+    assert (read_tail(shard).next, read_tail(shard).closed) == (5, True)
 
 
 def test_a_record_is_synced_within_about_a_second(tmp_path, monkeypatch):

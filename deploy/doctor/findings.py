@@ -1,0 +1,101 @@
+"""What the probes' records say, and what to do about it. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deploy.doctor.probes import Answer, Probe
+from sidecar.record import Exchange
+
+_NOT_OFFERED = (404, 405, 501)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One probe's result. ``ok``: the path does all it should. ``tokens``: where they came from."""
+
+    probe: Probe
+    ok: bool
+    tokens: str
+    problem: str | None = None
+    fix: str | None = None
+
+
+def judge(
+    probe: Probe, answer: Answer, exchange: Exchange | None, checks: Sequence[str] | None
+) -> Finding:
+    """Say what a probe showed.
+
+    ``exchange`` is its record, None if there is none; ``checks`` are the checks its tokens failed,
+    None where they could not be made.
+    """
+    if answer.status in _NOT_OFFERED:
+        return Finding(probe, True, "-", "the model server does not offer it")
+    if answer.error is not None:
+        return Finding(probe, False, "-", _failure(answer), _advice(probe, answer))
+    if exchange is None:
+        return Finding(
+            probe,
+            False,
+            "-",
+            "no record of the call was written",
+            "look at the sidecar's /healthz: the traces folder may be another one, or not writable",
+        )
+    source = {"inline": "tap", "pulled": "tap", "api": "api"}.get(exchange.tap_source, "none")
+    problem, fix = _fault(probe, exchange, source, checks or ())
+    return Finding(probe, problem is None, source, problem, fix)
+
+
+def _fault(
+    probe: Probe, exchange: Exchange, source: str, failed: Sequence[str]
+) -> tuple[str | None, str | None]:
+    """What is wrong with a record, and what to do about it."""
+    expected = "cancelled" if probe.kind == "cancelled" else "complete"
+    if exchange.outcome != expected:
+        return f"recorded as {exchange.outcome} instead of {expected}", exchange.error
+    if source == "none":
+        return "no tokens were captured", _source_advice(probe)
+    if failed:
+        return (
+            f"the tokens fail a check: {', '.join(failed)}",
+            "something between sidecar and engine changes or buffers replies: connect them "
+            "directly",
+        )
+    return None, None
+
+
+def _failure(answer: Answer) -> str:
+    return f"HTTP {answer.status}: {answer.error}" if answer.status else str(answer.error)
+
+
+def _advice(probe: Probe, answer: Answer) -> str | None:
+    if probe.kind == "tool" and answer.status == 400:
+        return (
+            "start the model server with tool calls on: `ridealong serve` with "
+            "serve.tool_call_parser, or vLLM's --enable-auto-tool-choice --tool-call-parser"
+        )
+    if answer.status in (401, 403):
+        return "give the API key with --api-key, or let the upstream's credentials be replaced"
+    if answer.status == 0:
+        return "start the model server, or correct sidecar.upstream"
+    return None
+
+
+def _source_advice(probe: Probe) -> str:
+    if probe.route in ("responses", "messages"):
+        return "only the token tap gives this protocol's tokens: start vLLM with `ridealong serve`"
+    return (
+        "start vLLM with `ridealong serve`; if it runs, a router in between drops what it adds: "
+        "connect the sidecar to the engine"
+    )
+
+
+def usable(findings: Sequence[Finding]) -> Mapping[str, str]:
+    """Return route → the token source that works for all of its probes, ``none`` or ``-``."""
+    found: dict[str, str] = {}
+    for finding in findings:
+        before = found.get(finding.probe.route)
+        # One probe without tokens spoils the protocol for training.
+        ranks = {"none": 0, "api": 1, "tap": 2, "-": 3}
+        if before is None or ranks[finding.tokens] < ranks[before]:
+            found[finding.probe.route] = finding.tokens
+    return found

@@ -1,0 +1,156 @@
+"""Runs the probes against the running sidecar and prints what they show."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from deploy.config import Config
+from deploy.doctor import findings, probes
+from deploy.doctor.findings import Finding
+from deploy.doctor.probes import Answer, Probe
+from deploy.errors import UserError
+from sidecar.reader import RecordReader
+from sidecar.record import Exchange
+from sidecar.shards import SUFFIX
+
+_TIMEOUT = aiohttp.ClientTimeout(total=10)
+_RECORD_SECONDS = 10.0
+
+
+def run(config: Config, model: str | None, api_key: str | None) -> int:
+    """Probe every protocol through the sidecar; 0 when all that is offered works.
+
+    ``model``: the model to ask for; by default the first one that the model server lists.
+    ``api_key``: the key for the model server.
+
+    Raises:
+        UserError: the sidecar or the model server can't be reached.
+    """
+    return asyncio.run(_run(config, model, api_key))
+
+
+async def _run(config: Config, model: str | None, api_key: str | None) -> int:
+    sidecar = config.sidecar
+    scheme = "https" if sidecar.tls_certificate else "http"
+    base = f"{scheme}://{sidecar.listen}"
+    key = _keys(config, api_key)
+    health = await _get(f"http://{sidecar.admin}/readyz", None)
+    if health is None:
+        raise UserError(
+            f"no sidecar answers at http://{sidecar.admin}: start `ridealong sidecar`, or name "
+            "its configuration with --config"
+        )
+    for reason in health.get("reasons", []):
+        print(f"sidecar: not ready: {reason}")
+    tag = f"doctor-{os.getpid()}-{int(time.time())}"
+    asked = model or await _first_model(base, tag, key)
+    print(f"sidecar {base} -> {sidecar.upstream}, model {asked}, traces in {sidecar.traces}\n")
+    since = time.time()
+    results = []
+    for probe in probes.probes(tag):
+        answer = await probes.send(base, probe, asked, {}, key)
+        results.append((probe, answer))
+    records = await _records(Path(sidecar.traces), since, results)
+    found = [
+        findings.judge(probe, answer, exchange := records.get(probe.run), _checks(exchange))
+        for probe, answer in results
+    ]
+    _print(found)
+    return 0 if all(finding.ok for finding in found) else 1
+
+
+def _keys(config: Config, api_key: str | None) -> Callable[[str], str | None]:
+    if not config.sidecar.require_key:
+        return lambda run: api_key
+    from sidecar.keys import RunKeys, load_secret
+
+    return RunKeys(load_secret(Path(config.sidecar.key_file).expanduser())).issue
+
+
+async def _get(url: str, key: str | None) -> dict[str, Any] | None:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=_TIMEOUT) as session,
+            session.get(url, headers=headers) as reply,
+        ):
+            answer = await reply.json(content_type=None)
+            return answer if isinstance(answer, dict) else {}
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return None
+
+
+async def _first_model(base: str, tag: str, key: Callable[[str], str | None]) -> str:
+    run = f"{tag}.models"
+    models = await _get(f"{base}/r/{run}/v1/models", key(run))
+    try:
+        return str((models or {})["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        raise UserError(
+            "the model server lists no models at /v1/models: start it, correct sidecar.upstream, "
+            "or name a model with --model"
+        ) from None
+
+
+async def _records(
+    traces: Path, since: float, results: Sequence[tuple[Probe, Answer]]
+) -> dict[str, Exchange]:
+    """Return run → record of the probes; waits for those that were answered."""
+    wanted = {probe.run for probe, answer in results if answer.status == 200}
+    deadline = time.monotonic() + _RECORD_SECONDS
+    while True:
+        found = await asyncio.to_thread(_read, traces, since, {probe.run for probe, _ in results})
+        if wanted <= found.keys() or time.monotonic() >= deadline:
+            return found
+        await asyncio.sleep(0.2)
+
+
+def _read(traces: Path, since: float, runs: set[str]) -> dict[str, Exchange]:
+    found = {}
+    for shard in sorted(traces.glob(f"*{SUFFIX}")):
+        if shard.stat().st_mtime < since - 1:
+            continue
+        for _, located in RecordReader(shard).frames():
+            for one in located:
+                record = one.record
+                if isinstance(record, Exchange) and record.session.run in runs:
+                    found[str(record.session.run)] = record
+    return found
+
+
+def _checks(exchange: Exchange | None) -> list[str] | None:
+    """Names of the checks that a call's tokens fail; None where the daemon is not installed."""
+    if exchange is None or not exchange.tap:
+        return None
+    try:
+        from daemon.exchange import read
+    except ModuleNotFoundError:
+        return None
+    return [failure.name for entry in read(exchange) for failure in entry.failures]
+
+
+def _print(found: Sequence[Finding]) -> None:
+    width = max(len(f"{f.probe.route} {f.probe.kind}") for f in found)
+    for finding in found:
+        mark = "ok " if finding.ok else "NO "
+        name = f"{finding.probe.route} {finding.probe.kind}"
+        tokens = "" if finding.tokens == "-" else f"tokens: {finding.tokens}"
+        print(f"{mark} {name:{width}}  {finding.problem or tokens}")
+        if finding.fix:
+            print(f"    {'':{width}}  -> {finding.fix}")
+    print()
+    for route, source in findings.usable(found).items():
+        print(f"{route}: {_SENTENCES[source]}")
+
+
+_SENTENCES = {
+    "tap": "exact tokens from the engine's token tap",
+    "api": "tokens from vLLM's API, without weight versions",
+    "none": "recorded without tokens: nothing of it can be trained",
+    "-": "not usable through this path",
+}

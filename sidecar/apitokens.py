@@ -1,0 +1,230 @@
+"""Takes the tokens that ``sidecar.splice`` asked for out of a stock vLLM's reply. Pure.
+
+Cutters as in ``sidecar.strip``: what they return is, byte for byte, what vLLM sends to a client
+that did not ask. vLLM names its token fields in every reply and makes them ``null`` where nobody
+asked (``entrypoints/openai/{chat_completion,completion}/protocol.py``), so a value is taken out by
+writing ``null`` in its place. A stream has events that are there for their ids alone, while a tool
+or reasoning parser has nothing to say yet (an empty delta); they go as a whole.
+
+What was taken out collects in ``lines``: one JSON object for each event, or one for the body of a
+reply that is no stream, made of the reply's own text, for example
+
+    ``{"id":"chatcmpl-…","choices":[{"index":0,"token_ids":[9707],"logprobs":{…}}]}``
+
+An event that can't be read goes on unchanged, and a line ``{"error":"…"}`` marks the call.
+``tokenization.apisource`` reads the lines.
+"""
+
+import json
+import re
+from collections.abc import Collection
+
+from sidecar import jsontext
+from sidecar.jsontext import Member
+from sidecar.splice import Field
+
+_KEPT_OF_REPLY = ("id", "prompt_token_ids")
+_KEPT_OF_CHOICE = ("index", "finish_reason", "prompt_token_ids", "token_ids", "logprobs")
+_OURS: dict[str, Field] = {
+    "prompt_token_ids": "return_token_ids",
+    "token_ids": "return_token_ids",
+    "logprobs": "logprobs",
+}
+_DONE = b"[DONE]"
+_DATA = b"data:"
+_line_end = re.compile(rb"\r\n|\n|\r")
+_empty = re.compile(rb"\{[ \t\n\r]*\}")
+
+
+class SseCutter:
+    """Server-sent events, in lines ended by LF, CRLF or CR; holds back a data line until it ends.
+
+    The framing is that of the WHATWG HTML standard, section "Server-sent events". vLLM writes an
+    event's data as one line.
+    """
+
+    def __init__(self, added: Collection[Field]) -> None:
+        """``added``: the fields of the request that the client had not asked for."""
+        self.lines: list[str] = []
+        self._added = added
+        self._line = bytearray()
+        self._passing = False
+        """The current line is no data line: its bytes go on as they come."""
+        self._after_cr = False
+        """The last byte was a CR; an LF that comes next belongs to it."""
+        self._end_passed = True
+        """The end of the last line went on."""
+        self._event_begins = True
+        self._dropping = False
+        """The last line was an event's data and has been dropped; its blank line has to go too."""
+
+    @property
+    def held(self) -> bytes:
+        """What was fed, belongs to the reply and has not been returned yet."""
+        return bytes(self._line)
+
+    def feed(self, data: bytes) -> bytes:
+        """Take the next bytes of the reply; return those that can go on now."""
+        passed = bytearray()
+        position = 0
+        if self._after_cr and data:
+            self._after_cr = False
+            if data.startswith(b"\n"):
+                passed += b"\n" if self._end_passed else b""
+                position = 1
+        while position < len(data):
+            end = _line_end.search(data, position)
+            if end is None:
+                self._part(data[position:], passed)
+                break
+            self._part(data[position : end.start()], passed)
+            self._end_line(end[0], passed)
+            position = end.end()
+            if end[0] == b"\r" and position == len(data):
+                self._after_cr = True
+        return bytes(passed)
+
+    def finish(self) -> bytes:
+        """End of the reply: return what was still held back."""
+        held = self.held
+        self._line.clear()
+        return held
+
+    def _part(self, part: bytes, passed: bytearray) -> None:
+        if self._passing:
+            passed += part
+            return
+        self._line += part
+        if not (self._line.startswith(_DATA) or _DATA.startswith(self._line)):
+            self._pass_line(passed)
+            self._passing = True
+
+    def _pass_line(self, passed: bytearray) -> None:
+        passed += self._line
+        self._line.clear()
+
+    def _end_line(self, terminator: bytes, passed: bytearray) -> None:
+        blank = not self._passing and not self._line
+        dropped_data = self._line.startswith(_DATA) and self._drops()
+        self._end_passed = not (dropped_data or (blank and self._dropping))
+        if self._end_passed:
+            self._pass_line(passed)
+            passed += terminator
+        self._dropping = dropped_data
+        self._event_begins = blank
+        self._passing = False
+
+    def _drops(self) -> bool:
+        """Take the tokens out of the data line; say whether nothing of its event remains."""
+        start = len(_DATA) + self._line.startswith(_DATA + b" ")
+        payload = bytes(self._line[start:])
+        if not payload or payload == _DONE:
+            return False
+        try:
+            cut = _cut(payload, self._added)
+        except ValueError as error:
+            self.lines.append(_unreadable(error))
+            return False
+        if cut.line:
+            self.lines.append(cut.line)
+        self._line[start:] = cut.text
+        if cut.ours and self._event_begins:
+            self._line.clear()
+            return True
+        return False
+
+
+class BodyCutter:
+    """The JSON body of a reply that is no stream: held back whole, since its length changes."""
+
+    def __init__(self, added: Collection[Field]) -> None:
+        """``added``: the fields of the request that the client had not asked for."""
+        self.lines: list[str] = []
+        self._added = added
+        self._body = bytearray()
+
+    @property
+    def held(self) -> bytes:
+        """What was fed, belongs to the reply and has not been returned yet."""
+        return bytes(self._body)
+
+    def feed(self, data: bytes) -> bytes:
+        """Take the next bytes of the reply; none can go on yet."""
+        self._body += data
+        return b""
+
+    def finish(self) -> bytes:
+        """End of the reply: return its body, without the tokens."""
+        body = self.held
+        self._body.clear()
+        try:
+            cut = _cut(body, self._added)
+        except ValueError as error:
+            self.lines.append(_unreadable(error))
+            return body
+        if cut.line:
+            self.lines.append(cut.line)
+        return cut.text
+
+
+class _Cut:
+    """A JSON text with its tokens taken out."""
+
+    def __init__(self, text: bytes, line: str, ours: bool) -> None:
+        self.text = text
+        self.line = line
+        """What was found, empty where there was nothing."""
+        self.ours = ours
+        """Without our fields vLLM would not have sent this event."""
+
+
+def _cut(text: bytes, added: Collection[Field]) -> _Cut:
+    """Take the token fields out of a reply's JSON object or out of that of one event.
+
+    Raises:
+        ValueError: the text is not a JSON object, or not shaped like a reply.
+    """
+    reply = jsontext.top_level(text)
+    kept = [text[reply[key].start : reply[key].end] for key in _KEPT_OF_REPLY if key in reply]
+    found = [reply["prompt_token_ids"]] if _has_value(text, reply, "prompt_token_ids") else []
+    choices = []
+    ours = False
+    if "choices" in reply:
+        spans = list(jsontext.elements(text, reply["choices"].value))
+        for start, _ in spans:
+            choice = {member.key: member for member in jsontext.members(text, start)}
+            choices.append(
+                b",".join(
+                    text[choice[key].start : choice[key].end]
+                    for key in _KEPT_OF_CHOICE
+                    if key in choice
+                )
+            )
+            found += [choice[key] for key in _OURS if _has_value(text, choice, key)]
+            ours = len(spans) == 1 and _is_empty_delta(text, choice)
+    if not found and not choices:
+        return _Cut(text, "", False)
+    for member in sorted(found, key=lambda member: member.value, reverse=True):
+        if _OURS[member.key] in added:
+            text = text[: member.value] + b"null" + text[member.end :]
+    kept.append(b'"choices":[' + b",".join(b"{" + choice + b"}" for choice in choices) + b"]")
+    line = (b"{" + b",".join(kept) + b"}").decode()
+    return _Cut(text, line, ours and "return_token_ids" in added)
+
+
+def _has_value(text: bytes, of: dict[str, Member], key: str) -> bool:
+    return key in of and text[of[key].value : of[key].end] != b"null"
+
+
+def _is_empty_delta(text: bytes, choice: dict[str, Member]) -> bool:
+    delta = choice.get("delta")
+    return (
+        delta is not None
+        and _empty.fullmatch(text, delta.value, delta.end) is not None
+        and not _has_value(text, choice, "finish_reason")
+        and _has_value(text, choice, "token_ids")
+    )
+
+
+def _unreadable(error: ValueError) -> str:
+    return json.dumps({"error": f"a reply's tokens can't be read: {error}"})
