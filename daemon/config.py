@@ -1,10 +1,20 @@
 """The daemon's section of the configuration file."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
-from daemon.sidecalls import Kind
+SideCall = Literal[
+    "count_tokens",
+    "title",
+    "quota_probe",
+    "memory",
+    "commit_message",
+    "compaction",
+    "no_tools",
+]
+"""``no_tools``: see ``daemon.sidecalls.without_tools``. ``compaction``: the history is
+summarised, to go on with the summary in its place."""
 
 
 class DaemonConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,7 +95,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         msgspec.Meta(ge=2, description="Calls that end beyond this many tokens are not trained."),
     ] = 32768
     train_side_calls: Annotated[
-        list[Kind],
+        list[SideCall],
         msgspec.Meta(
             description="Kinds of side calls that are trained like the agent's own: title, "
             "quota_probe, memory, commit_message, compaction, no_tools."

@@ -2,7 +2,7 @@
 
 A shard is consumed when it was closed and read to its end, and every run with calls in it has been
 decided on and trained, or left out for good. The mark is an empty file beside the shard
-(``sidecar.retention``).
+(``sidecar.traces.retention``).
 """
 
 import logging
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from daemon.state import State
-from sidecar.retention import CONSUMED
-from sidecar.shards import is_closed
+from sidecar.traces.retention import CONSUMED
+from sidecar.traces.shards import is_closed
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from daemon.protocols import conversation
 from daemon.protocols import read as protocols
 from daemon.protocols.conversation import Said, ServerError
 from daemon.protocols.shape import ProtocolError
-from sidecar.record import Exchange
+from sidecar.traces.record import Exchange
 from tokenization import calls
 from tokenization.calls import Call, Dialogue, Reading, Reply, Usage
 from tokenization.checks import Failure

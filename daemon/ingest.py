@@ -14,9 +14,9 @@ from daemon.origin import Origin
 from daemon.redaction import Redactor
 from daemon.state import CallRow, Fault, State
 from daemon.tail import list_shards
-from sidecar.reader import Located, RecordReader
-from sidecar.record import Exchange, RecordsLost, SidecarStarted
-from sidecar.shards import Frame
+from sidecar.traces.reader import Located, RecordReader
+from sidecar.traces.record import Exchange, RecordsLost, SidecarStarted
+from sidecar.traces.shards import Frame
 from tokenization.calls import version_spans
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from daemon.protocols.conversation import Said
 from daemon.protocols.shape import ProtocolError
 from daemon.retries import Attempt
 from daemon.runs import Caller
-from sidecar.record import Exchange
+from sidecar.traces.record import Exchange
 
 
 @dataclass(frozen=True)

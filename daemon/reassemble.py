@@ -17,8 +17,8 @@ from daemon.redaction import Redactor
 from daemon.state import CallRow, State
 from daemon.tail import list_shards
 from deploy.errors import UserError
-from sidecar.reader import RecordReader
-from sidecar.retention import CONSUMED
+from sidecar.traces.reader import RecordReader
+from sidecar.traces.retention import CONSUMED
 
 _TAKEN = ("planned", "trained")
 

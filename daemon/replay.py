@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from daemon import exchange
-from sidecar.reader import RecordReader
-from sidecar.record import Exchange, Record
+from sidecar.traces.reader import RecordReader
+from sidecar.traces.record import Exchange, Record
 from tokenization.calls import Call
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 from daemon.protocols import conversation
 from daemon.protocols.conversation import Request, Said
 from daemon.protocols.shape import ProtocolError
-from sidecar.record import Exchange
+from sidecar.traces.record import Exchange
 from tokenization.calls import Item
 
 WINDOW_S = 900.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sidecar.record import Exchange
+from sidecar.traces.record import Exchange
 
 SESSION_HEADERS = (
     "x-claude-code-session-id",

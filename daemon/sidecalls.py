@@ -8,23 +8,11 @@ their versions (see docs/harnesses.md for the versions they were seen in).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
+from daemon.config import SideCall as Kind
 from daemon.protocols.conversation import Request
-
-Kind = Literal[
-    "count_tokens",
-    "title",
-    "quota_probe",
-    "memory",
-    "commit_message",
-    "compaction",
-    "no_tools",
-]
-"""``no_tools``: see ``without_tools``. ``compaction``: the history is summarised, to go on with the
-summary in its place."""
 
 _TURN_METADATA = "x-codex-turn-metadata"
 _CODEX_SUBAGENTS: dict[str, Kind] = {"compact": "compaction", "memory_consolidation": "memory"}

@@ -15,7 +15,7 @@ from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
 from deploy.errors import UserError
-from sidecar.shards import SUFFIX
+from sidecar.traces.shards import SUFFIX
 
 logger = logging.getLogger(__name__)
 

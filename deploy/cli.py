@@ -48,7 +48,7 @@ def _sidecar(args: argparse.Namespace) -> int:
 
 
 def _key(args: argparse.Namespace) -> int:
-    from sidecar.keys import RunKeys, load_secret
+    from sidecar.access.keys import RunKeys, load_secret
 
     path = Path(_config(args, {}).sidecar.key_file).expanduser()
     known = path.exists()

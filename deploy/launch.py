@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deploy.errors import UserError
+from sidecar.access.keys import RunKeys, is_run, load_secret
 from sidecar.call import new_id
 from sidecar.config import SidecarConfig
-from sidecar.keys import RunKeys, is_run, load_secret
 
 Mode = Literal["base-url", "proxy"]
 

@@ -149,8 +149,8 @@ def _show(args: argparse.Namespace) -> int:
 
 def _cat(args: argparse.Namespace) -> int:
     from daemon.traces import find
-    from sidecar import record
-    from sidecar.reader import RecordReader
+    from sidecar.traces import record
+    from sidecar.traces.reader import RecordReader
 
     readers: dict[Path, tuple[RecordReader, int]] = {}
     damaged = 0

@@ -3,8 +3,12 @@
 import os
 import time
 
-from sidecar import apitokens, redact, routes
-from sidecar.record import (
+from sidecar.access import redact
+from sidecar.routing import routes
+from sidecar.tokens import apitokens
+from sidecar.tokens.splice import Field, splice
+from sidecar.tokens.strip import BodyCutter, Cutter, NoCutter, SseCutter
+from sidecar.traces.record import (
     Body,
     Exchange,
     Outcome,
@@ -14,8 +18,6 @@ from sidecar.record import (
     Session,
     TapSource,
 )
-from sidecar.splice import Field, splice
-from sidecar.strip import BodyCutter, Cutter, NoCutter, SseCutter
 from tokenization.tap import wire
 
 Headers = list[tuple[str, str]]
@@ -94,7 +96,7 @@ class Call:
         self._request += data
 
     def ask_in_text(self, text: bytes) -> bytes | None:
-        """Ask for tokens by fields of the request (``sidecar.splice``).
+        """Ask for tokens by fields of the request (``sidecar.tokens.splice``).
 
         Returns the body that is to go upstream; None: the request stays as it is.
         """

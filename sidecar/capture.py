@@ -17,16 +17,17 @@ from mitmproxy import http
 from mitmproxy.connection import Client, ConnectionState
 from mitmproxy.net.http import http1
 
-from sidecar import coding, routes
-from sidecar.access import Access
-from sidecar.addresses import Upstream
+from sidecar.access.admission import Access
+from sidecar.access.limits import discard_body
+from sidecar.access.refusal import Refusal
+from sidecar.bodies import coding
 from sidecar.call import Call, Headers, new_nonce
-from sidecar.limits import discard_body
-from sidecar.metrics import Metrics, Phase
-from sidecar.record import Outcome, Record, Session
-from sidecar.refusal import Refusal
-from sidecar.router import Plan, Router, Sent, address, set_body
-from sidecar.sources import Sources
+from sidecar.operations.metrics import Metrics, Phase
+from sidecar.routing import routes
+from sidecar.routing.addresses import Upstream
+from sidecar.routing.router import Plan, Router, Sent, address, set_body
+from sidecar.tokens.sources import Sources
+from sidecar.traces.record import Outcome, Record, Session
 from tokenization.tap import wire
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ Piece = bytes | list[bytes]
 
 
 class Sink(Protocol):
-    """Takes records; ``sidecar.writer.Writer``."""
+    """Takes records; ``sidecar.traces.writer.Writer``."""
 
     def put(self, record: Record, done: Callable[[], None] | None = None) -> bool:
         """Queue a record; call ``done``, in any thread, when there is nothing more to wait for."""
@@ -53,7 +54,7 @@ class Sink(Protocol):
 
 
 class Puller(Protocol):
-    """Fetches tokens; ``sidecar.tapclient.TapClient``."""
+    """Fetches tokens; ``sidecar.tokens.tapclient.TapClient``."""
 
     async def pull(self, upstream: str, nonce: str, authorization: str | None) -> list[str] | None:
         """Return the tap's lines of a call after its end, None if there are none."""

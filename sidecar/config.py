@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
-from sidecar.logs import LogFormat
+from sidecar.operations.logs import LogFormat
 
 TokenSource = Literal["auto", "tap", "api", "none"]
 Credentials = Literal["forward", "replace", "drop"]

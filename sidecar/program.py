@@ -12,32 +12,34 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from deploy.errors import UserError
-from sidecar import addresses, ca, logs, tls
-from sidecar.access import Access
-from sidecar.addresses import Address, Upstream
-from sidecar.admin import Admin
+from sidecar.access import ca, tls
+from sidecar.access.admission import Access
+from sidecar.access.keys import RunKeys, load_secret
+from sidecar.access.limits import Guard, RequestLimits
 from sidecar.capture import Capture
 from sidecar.config import SidecarConfig
-from sidecar.health import Failover, watch
-from sidecar.intercept import Interception
-from sidecar.keys import RunKeys, load_secret
-from sidecar.limits import Guard, RequestLimits
-from sidecar.local import LocalCapture
-from sidecar.metrics import Metrics
+from sidecar.operations import logs
+from sidecar.operations.admin import Admin
+from sidecar.operations.metrics import Metrics
+from sidecar.operations.ready import Readiness
+from sidecar.operations.reload import Reloader
+from sidecar.operations.status import Status
 from sidecar.proxy import Proxy, pass_reset_on, write_to_client
-from sidecar.ready import Readiness
-from sidecar.record import SidecarStarted
-from sidecar.recovery import Leftovers, close_leftovers
-from sidecar.reload import Reloader
-from sidecar.retention import Limits
-from sidecar.router import Router
-from sidecar.shards import new_series
-from sidecar.sources import Sources
-from sidecar.status import Status
-from sidecar.tapclient import TapClient
-from sidecar.upstreams import Health, Targets, parse_targets
-from sidecar.ways import NoLoops, Ways, open_listeners
-from sidecar.writer import Writer
+from sidecar.routing import addresses
+from sidecar.routing.addresses import Address, Upstream
+from sidecar.routing.health import Failover, watch
+from sidecar.routing.intercept import Interception
+from sidecar.routing.local import LocalCapture
+from sidecar.routing.router import Router
+from sidecar.routing.upstreams import Health, Targets, parse_targets
+from sidecar.routing.ways import NoLoops, Ways, open_listeners
+from sidecar.tokens.sources import Sources
+from sidecar.tokens.tapclient import TapClient
+from sidecar.traces.record import SidecarStarted
+from sidecar.traces.recovery import Leftovers, close_leftovers
+from sidecar.traces.retention import Limits
+from sidecar.traces.shards import new_series
+from sidecar.traces.writer import Writer
 
 _log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 from mitmproxy.tls import TlsData
 from OpenSSL import SSL
 
-from sidecar import tls
+from sidecar.access import tls
 from sidecar.capture import Capture
-from sidecar.ways import Listener
+from sidecar.routing.ways import Listener
 
 _POLL_SECONDS = 0.02
 _TLS_READ_BYTES = 65_536

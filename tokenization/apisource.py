@@ -1,4 +1,4 @@
-"""Reads the tokens that a stock vLLM gave through its API (``sidecar.apitokens``).
+"""Reads the tokens that a stock vLLM gave through its API (``sidecar.tokens.apitokens``).
 
 They are the engine's own ids and log-probs, but the reply does not tell everything that the token
 tap does: neither the weight version of a token, nor which log-probs they are (before or after the

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from sidecar import coding
-from sidecar.record import Exchange, Outcome
+from sidecar.bodies import coding
+from sidecar.traces.record import Exchange, Outcome
 from tokenization import apisource, checks
 from tokenization.checks import Failure
 from tokenization.tap import wire

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sidecar.record import Outcome
+from sidecar.traces.record import Outcome
 from tokenization.tap.wire import EngineOutput, EngineRequest
 
 VERSION = re.compile(r"v([0-9]{1,9})")

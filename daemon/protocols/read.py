@@ -7,8 +7,8 @@ import msgspec
 from daemon.protocols import chat, completions, messages, parts, responses, shape
 from daemon.protocols.conversation import Request, Said, ServerError
 from daemon.protocols.shape import ProtocolError
-from sidecar import coding
-from sidecar.record import Body, Exchange, Response
+from sidecar.bodies import coding
+from sidecar.traces.record import Body, Exchange, Response
 
 _FIRST_ERROR = 400
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from daemon import runs
 from deploy.errors import UserError
-from sidecar.reader import Located, RecordReader
-from sidecar.record import Exchange
-from sidecar.shards import SUFFIX
+from sidecar.traces.reader import Located, RecordReader
+from sidecar.traces.record import Exchange
+from sidecar.traces.shards import SUFFIX
 
 
 @dataclass(frozen=True)

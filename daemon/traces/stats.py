@@ -8,8 +8,8 @@ from typing import Any
 
 from daemon.traces import find
 from daemon.traces.turns import read_turn
-from sidecar.record import Exchange, RecordsLost, SidecarStarted
-from sidecar.shards import read_tail
+from sidecar.traces.record import Exchange, RecordsLost, SidecarStarted
+from sidecar.traces.shards import read_tail
 
 
 @dataclass

@@ -12,7 +12,7 @@ from daemon.protocols import read as protocols
 from daemon.protocols.conversation import Message, Said
 from daemon.protocols.shape import ProtocolError
 from daemon.runs import Caller
-from sidecar.record import Exchange
+from sidecar.traces.record import Exchange
 from tokenization.calls import Item
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deploy.doctor.probes import Answer, Probe
-from sidecar.record import Exchange
+from sidecar.traces.record import Exchange
 
 _NOT_OFFERED = (404, 405, 501)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from sidecar.record import Route
+from sidecar.traces.record import Route
 
 Kind = Literal["plain", "streamed", "tool", "cancelled"]
 KINDS: tuple[Kind, ...] = ("plain", "streamed", "tool", "cancelled")

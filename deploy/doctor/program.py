@@ -14,9 +14,9 @@ from deploy.doctor import findings, probes
 from deploy.doctor.findings import Finding
 from deploy.doctor.probes import Answer, Probe
 from deploy.errors import UserError
-from sidecar.reader import RecordReader
-from sidecar.record import Exchange
-from sidecar.shards import SUFFIX
+from sidecar.traces.reader import RecordReader
+from sidecar.traces.record import Exchange
+from sidecar.traces.shards import SUFFIX
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 _RECORD_SECONDS = 10.0
@@ -67,7 +67,7 @@ async def _run(config: Config, model: str | None, api_key: str | None) -> int:
 def _keys(config: Config, api_key: str | None) -> Callable[[str], str | None]:
     if not config.sidecar.require_key:
         return lambda run: api_key
-    from sidecar.keys import RunKeys, load_secret
+    from sidecar.access.keys import RunKeys, load_secret
 
     return RunKeys(load_secret(Path(config.sidecar.key_file).expanduser())).issue
 

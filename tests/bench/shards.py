@@ -29,10 +29,10 @@ from typing import Any
 
 import zstandard
 
-from sidecar.history import History
-from sidecar.reader import read_records
-from sidecar.record import Body, Exchange, Request, Response, Session, encode, weight
-from sidecar.shards import ShardEncoder, end_mark
+from sidecar.traces.history import History
+from sidecar.traces.reader import read_records
+from sidecar.traces.record import Body, Exchange, Request, Response, Session, encode, weight
+from sidecar.traces.shards import ShardEncoder, end_mark
 
 TURNS = 50
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.strip import BodyCutter, SseCutter
+from sidecar.tokens.strip import BodyCutter, SseCutter
 from tests.bench import clocks, contenders, load, report
 from tests.bench.contenders import Contender, Missing
 from tests.bench.load import Calls, Result, Streams, Target

@@ -8,7 +8,7 @@ from functools import cache
 import brotli
 import zstandard
 
-from sidecar.record import Outcome
+from sidecar.traces.record import Outcome
 from tests.conformance.bodies import CONTENTS, PATHS, PROTOCOLS, Content, Protocol
 from tests.conformance.bodies import error as error_body
 from tests.conformance.bodies import reply as reply_pieces

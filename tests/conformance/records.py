@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from sidecar.reader import read_records
-from sidecar.record import Body, Exchange, Outcome
-from sidecar.redact import REDACTED, is_secret
+from sidecar.access.redact import REDACTED, is_secret
+from sidecar.traces.reader import read_records
+from sidecar.traces.record import Body, Exchange, Outcome
 from tests.conformance.client import Received, head
 from tests.conformance.http1 import fields
 from tests.conformance.script import CASE_HEADER, Case

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from sidecar.record import Outcome
+from sidecar.traces.record import Outcome
 
 Headers = tuple[tuple[str, str], ...]
 End = Literal["keep", "fin", "rst", "hang"]

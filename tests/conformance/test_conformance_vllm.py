@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sidecar.record import Exchange
+from sidecar.traces.record import Exchange
 from tests.conformance.bodies import PATHS, PROTOCOLS, Protocol
 from tests.conformance.bodies import request as request_body
 from tests.conformance.http1 import Message, Reader

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sidecar import record
-from sidecar.record import Body, Exchange, Outcome, Request, Response, Session
-from sidecar.shards import SUFFIX, ShardEncoder
+from sidecar.traces import record
+from sidecar.traces.record import Body, Exchange, Outcome, Request, Response, Session
+from sidecar.traces.shards import SUFFIX, ShardEncoder
 
 PARAMS: dict[str, Any] = {
     "temperature": 1.0,

@@ -7,10 +7,10 @@ import pytest
 from daemon import ingest, replay
 from daemon.ingest import Ingester
 from daemon.state import State
-from sidecar.history import History
-from sidecar.record import Record, SidecarStarted, decode
-from sidecar.retention import CONSUMED
-from sidecar.shards import ShardEncoder, end_mark
+from sidecar.traces.history import History
+from sidecar.traces.record import Record, SidecarStarted, decode
+from sidecar.traces.retention import CONSUMED
+from sidecar.traces.shards import ShardEncoder, end_mark
 from tests.daemon.recorded import exchange
 from tests.daemon.test_ingest import calls, faults
 

@@ -12,9 +12,9 @@ from daemon import replay
 from daemon.ingest import Ingester
 from daemon.state import SCHEMA_VERSION, State
 from deploy.errors import UserError
-from sidecar import record
-from sidecar.record import Body, RecordsLost, SidecarStarted
-from sidecar.shards import SUFFIX, ShardEncoder, read_frames
+from sidecar.traces import record
+from sidecar.traces.record import Body, RecordsLost, SidecarStarted
+from sidecar.traces.shards import SUFFIX, ShardEncoder, read_frames
 from tests.daemon.recorded import append, exchange
 
 

@@ -10,7 +10,7 @@ from daemon.client import format_status
 from daemon.ingest import Ingester
 from daemon.rollouts import beside_the_agent
 from daemon.state import MIGRATIONS, State
-from sidecar.record import Exchange
+from sidecar.traces.record import Exchange
 from tests.daemon.recorded import append, exchange
 from tests.daemon.test_daemon import Running
 from tokenization.calls import Call

@@ -13,7 +13,7 @@ from daemon import exchange as exchanges
 from daemon.protocols.conversation import ServerError, Usage
 from daemon.protocols.read import read, read_request
 from daemon.protocols.shape import ProtocolError
-from sidecar.record import Body, Exchange, Outcome, Request, Response, Route, Session
+from sidecar.traces.record import Body, Exchange, Outcome, Request, Response, Route, Session
 from tests.daemon import samples, spoken
 from tests.daemon.recorded import tap_lines
 from tests.daemon.spoken import dump

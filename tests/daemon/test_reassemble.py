@@ -13,8 +13,8 @@ from daemon.ownership import DATABASE, owned
 from daemon.reassemble import Report, reassemble
 from daemon.state import LATE, Plan, State
 from deploy.errors import UserError
-from sidecar.retention import CONSUMED
-from sidecar.shards import SUFFIX
+from sidecar.traces.retention import CONSUMED
+from sidecar.traces.shards import SUFFIX
 from tests.daemon.recorded import append, exchange
 
 OLD_REASON = "the responses protocol is not read"

@@ -2,7 +2,7 @@ import msgspec
 
 from daemon.protocols import read as protocols
 from daemon.retries import WINDOW_S, Attempt, Retry, attempt, chain, find, opening, openings
-from sidecar.record import Body, Exchange, Response
+from sidecar.traces.record import Body, Exchange, Response
 from tests.daemon.recorded import exchange
 
 ASKED = ("user", "what is it?")

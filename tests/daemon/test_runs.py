@@ -5,7 +5,7 @@ import json
 import pytest
 
 from daemon.runs import RunKey, read_caller, run_key
-from sidecar.record import Body, Exchange, Request, Session
+from sidecar.traces.record import Body, Exchange, Request, Session
 
 
 def call(

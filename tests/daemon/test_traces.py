@@ -10,7 +10,7 @@ import pytest
 
 from daemon.traces import atif, export, find, listing, openai, show, stats
 from daemon.traces.turns import Turn, conversations, read_turn
-from sidecar.record import Body, Exchange, RecordsLost, Request, Response, Session
+from sidecar.traces.record import Body, Exchange, RecordsLost, Request, Response, Session
 from tests.daemon.recorded import append, exchange, tap_lines
 
 ASK = {"role": "user", "content": "What does a hammer cost?"}

@@ -4,7 +4,7 @@ import pytest
 
 from deploy.doctor.findings import Finding, judge, usable
 from deploy.doctor.probes import Answer, Probe, probes, request
-from sidecar.record import Exchange, Outcome, Request, Route, Session, TapSource
+from sidecar.traces.record import Exchange, Outcome, Request, Route, Session, TapSource
 
 CHAT = Probe("chat", "streamed", "r")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from daemon.ingest import Ingester
 from daemon.state import State
-from sidecar.record import Exchange
+from sidecar.traces.record import Exchange
 from tests.harnesses.clients import Client, Place
 from tests.harnesses.model_server import Ask, Fault, ModelServer, Script
 from tests.harnesses.relay import Relay

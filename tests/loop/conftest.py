@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from deploy.supervisor import free_port
-from sidecar import record
-from sidecar.reader import read_records
+from sidecar.traces import record
+from sidecar.traces.reader import read_records
 
 RIDEALONG = [sys.executable, "-m", "deploy"]
 

@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from sidecar import record
-from sidecar.reader import read_records
+from sidecar.traces import record
+from sidecar.traces.reader import read_records
 from tests.loop.conftest import RIDEALONG
 
 pytestmark = pytest.mark.vllm

@@ -28,8 +28,8 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from sidecar.apitokens import BodyCutter, SseCutter
-from sidecar.splice import Spliced, splice
+from sidecar.tokens.apitokens import BodyCutter, SseCutter
+from sidecar.tokens.splice import Spliced, splice
 from tests.sidecar.test_strip import chunks_of, run
 
 PROMPT = [11, 12, 13]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from daemon import exchange
-from sidecar.record import Exchange
+from sidecar.traces.record import Exchange
 from tests.serving.protocols import CHAT, COMPLETIONS, QUESTION, Protocol
 from tests.serving.tapped import tapped_post
 from tests.sidecar.running import RunningSidecar

@@ -9,8 +9,8 @@ import pytest
 from daemon import exchange as exchanges
 from daemon.protocols.conversation import Said, ToolCall
 from daemon.protocols.read import read
-from sidecar.record import Body, Exchange, Outcome, Request, Response, Session
-from sidecar.routes import route
+from sidecar.routing.routes import route
+from sidecar.traces.record import Body, Exchange, Outcome, Request, Response, Session
 from tests.serving import protocols
 from tests.serving.protocols import CHAT, COMPLETIONS, Protocol
 from tests.serving.tapped import TappedReply, tapped_post

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from sidecar.config import SidecarConfig
-from sidecar.reader import read_records
-from sidecar.record import Exchange, Record
+from sidecar.traces.reader import read_records
+from sidecar.traces.record import Exchange, Record
 
 _PROGRAM = """
 import os, sys, msgspec

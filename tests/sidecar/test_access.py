@@ -15,9 +15,9 @@ import openai
 import pytest
 
 from deploy.errors import UserError
-from sidecar import tls
+from sidecar.access import tls
+from sidecar.access.keys import RunKeys, load_secret
 from sidecar.config import SidecarConfig
-from sidecar.keys import RunKeys, load_secret
 from sidecar.program import run
 from tests.sidecar.client import Connection, exchange, get, post
 from tests.sidecar.fake_engine import FakeEngine

@@ -4,7 +4,13 @@ import socket
 import pytest
 
 from deploy.errors import UserError
-from sidecar.addresses import Address, bind, inherited_socket, parse_loopback, parse_upstream
+from sidecar.routing.addresses import (
+    Address,
+    bind,
+    inherited_socket,
+    parse_loopback,
+    parse_upstream,
+)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import threading
 import urllib.error
 import urllib.request
 
-from sidecar.logs import JsonFormatter
+from sidecar.operations.logs import JsonFormatter
 from tests.sidecar.client import Connection, post
 from tests.sidecar.running import RunningSidecar
 from tests.sidecar.test_records import CHAT, eventually
@@ -118,9 +118,9 @@ def test_an_exception_is_one_json_line():
 def test_a_second_probe_does_not_pile_up_on_a_disk_that_hangs(tmp_path, monkeypatch):
     import asyncio
 
-    from sidecar import ready as module
     from sidecar.config import SidecarConfig
-    from sidecar.upstreams import parse_targets
+    from sidecar.operations import ready as module
+    from sidecar.routing.upstreams import parse_targets
 
     hangs = threading.Event()
     started = []

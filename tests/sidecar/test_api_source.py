@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.sources import Sources, vllm_has_token_ids
+from sidecar.tokens.sources import Sources, vllm_has_token_ids
 from tests.sidecar.client import Connection, exchange, post
 from tests.sidecar.conftest import RawServer
 from tests.sidecar.test_records import call_of, eventually

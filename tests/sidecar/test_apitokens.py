@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.apitokens import BodyCutter, SseCutter
-from sidecar.splice import Field
-from sidecar.strip import Cutter
+from sidecar.tokens.apitokens import BodyCutter, SseCutter
+from sidecar.tokens.splice import Field
+from sidecar.tokens.strip import Cutter
 from tests.sidecar.test_strip import chunks_of, run
 
 ADDED: frozenset[Field] = frozenset({"return_token_ids", "logprobs"})

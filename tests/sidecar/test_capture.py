@@ -11,18 +11,18 @@ from mitmproxy import http
 from mitmproxy.proxy.mode_specs import ProxyMode
 from mitmproxy.test import tflow
 
-from sidecar.access import Access
+from sidecar.access.admission import Access
+from sidecar.access.keys import RunKeys
 from sidecar.call import Call, new_id
 from sidecar.capture import Capture
 from sidecar.config import SidecarConfig
-from sidecar.intercept import Interception
-from sidecar.keys import RunKeys
-from sidecar.metrics import Metrics
-from sidecar.record import Exchange, Record
-from sidecar.router import Router
-from sidecar.sources import Source, Sources
-from sidecar.upstreams import Health, parse_targets
-from sidecar.writer import Writer
+from sidecar.operations.metrics import Metrics
+from sidecar.routing.intercept import Interception
+from sidecar.routing.router import Router
+from sidecar.routing.upstreams import Health, parse_targets
+from sidecar.tokens.sources import Source, Sources
+from sidecar.traces.record import Exchange, Record
+from sidecar.traces.writer import Writer
 
 
 class FakeSink:
@@ -193,7 +193,7 @@ async def test_one_vain_wait_for_a_hanging_disk_is_the_last(capture, sink, sent,
 
 
 async def test_a_fault_in_a_hook_leaves_the_flow_streaming(capture, metrics, monkeypatch):
-    monkeypatch.setattr("sidecar.routes.split_run", lambda _: 1 / 0)
+    monkeypatch.setattr("sidecar.routing.routes.split_run", lambda _: 1 / 0)
     flow = chat_flow()
     capture.requestheaders(flow)
     capture.responseheaders(flow)

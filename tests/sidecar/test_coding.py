@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar import coding
+from sidecar.bodies import coding
 
 BODY = "".join(sha256(b"%d" % k).hexdigest() for k in range(10_000)).encode()
 

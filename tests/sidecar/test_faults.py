@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from sidecar.config import SidecarConfig
-from sidecar.reader import read_records
-from sidecar.record import Exchange, SidecarStarted
-from sidecar.shards import end_mark, is_closed
+from sidecar.traces.reader import read_records
+from sidecar.traces.record import Exchange, SidecarStarted
+from sidecar.traces.shards import end_mark, is_closed
 from tests.sidecar.client import Connection, post
 from tests.sidecar.fake_engine import FakeEngine
 from tests.sidecar.killable import main

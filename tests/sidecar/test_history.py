@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.history import History, Texts, Unresolved, apply, delta, expand
-from sidecar.record import Body, Exchange, Request, Response, Session, decode, encode
+from sidecar.traces.history import History, Texts, Unresolved, apply, delta, expand
+from sidecar.traces.record import Body, Exchange, Request, Response, Session, decode, encode
 
 WORDS = [f"word{number} " for number in range(500)] + ["übermäßig ", "日本 ", "🙂 ", '"q" ', "\\ "]
 

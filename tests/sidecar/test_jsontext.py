@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sidecar import jsontext
+from sidecar.bodies import jsontext
 
 KEYS = st.sampled_from(["model", "mod", "a", "", 'q"', "back\\", "ü", "{", "}", ",", ":", "\ud800"])
 VALUES = st.recursive(

@@ -7,9 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deploy.errors import UserError
-from sidecar.access import Access, Admission, in_scope
-from sidecar.keys import BadKey, RunKeys, load_secret
-from sidecar.refusal import Refusal
+from sidecar.access.admission import Access, Admission, in_scope
+from sidecar.access.keys import BadKey, RunKeys, load_secret
+from sidecar.access.refusal import Refusal
 
 KEYS = RunKeys(b"s" * 32)
 RUNS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True)

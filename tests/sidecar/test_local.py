@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from deploy.errors import UserError
-from sidecar.local import LocalCapture
+from sidecar.routing.local import LocalCapture
 from tests.sidecar.running import RunningSidecar
 from tests.sidecar.test_records import CHAT, call_of
 

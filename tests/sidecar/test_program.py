@@ -12,7 +12,7 @@ import pytest
 from deploy.errors import UserError
 from sidecar.config import SidecarConfig
 from sidecar.program import run
-from sidecar.record import Exchange, RecordsLost, SidecarStarted
+from sidecar.traces.record import Exchange, RecordsLost, SidecarStarted
 from tests.sidecar.client import Connection, post
 from tests.sidecar.running import RunningSidecar, records
 from tests.sidecar.test_records import CHAT, call_of, eventually

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.history import History
-from sidecar.reader import RecordReader, read_records
-from sidecar.record import SidecarStarted, decode, encode
-from sidecar.shards import ShardEncoder, end_mark, read_frames
+from sidecar.traces.history import History
+from sidecar.traces.reader import RecordReader, read_records
+from sidecar.traces.record import SidecarStarted, decode, encode
+from sidecar.traces.shards import ShardEncoder, end_mark, read_frames
 from tests.sidecar.test_history import turn
 
 TURNS = [turn(number, agent=agent) for number in range(6) for agent in "ab"]
@@ -90,7 +90,7 @@ def test_a_damaged_base_costs_its_dependents_and_nothing_else(tmp_path):
 
 def test_a_shard_is_complete_in_itself(tmp_path):
     """So that any other may be deleted."""
-    from sidecar.writer import Writer
+    from sidecar.traces.writer import Writer
 
     writer = Writer(tmp_path, "s", rotate_bytes=2_000, rotate_seconds=3600, queue_bytes=1 << 30)
     started = SidecarStarted(at=0.0, sidecar="s", upstream="u", ridealong="0")

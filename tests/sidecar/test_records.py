@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from sidecar.record import Exchange, SidecarStarted
+from sidecar.traces.record import Exchange, SidecarStarted
 from tests.sidecar.client import Connection, get, post
 from tests.sidecar.fake_engine import FakeEngine, FakeTornServer
 from tests.sidecar.running import records

@@ -3,9 +3,9 @@
 import multiprocessing
 from pathlib import Path
 
-from sidecar.record import SidecarStarted, encode
-from sidecar.recovery import Leftovers, close_leftovers
-from sidecar.shards import Shard, ShardEncoder, end_mark, is_closed, read_frames
+from sidecar.traces.record import SidecarStarted, encode
+from sidecar.traces.recovery import Leftovers, close_leftovers
+from sidecar.traces.shards import Shard, ShardEncoder, end_mark, is_closed, read_frames
 
 LINE = encode(SidecarStarted(at=0.0, sidecar="s", upstream="u", ridealong="0"))
 ENCODER = ShardEncoder()
@@ -85,7 +85,7 @@ def test_odd_files_do_not_keep_the_sidecar_from_starting(tmp_path: Path) -> None
 
 
 def _write(folder: Path, number: int, barrier: "multiprocessing.Barrier") -> None:
-    from sidecar.writer import Writer
+    from sidecar.traces.writer import Writer
 
     writer = Writer(
         folder, f"same-{number}", rotate_bytes=1 << 20, rotate_seconds=60, queue_bytes=1 << 20
@@ -128,6 +128,6 @@ def test_two_sidecars_never_share_a_shard_and_count_a_third_ones_losses_once(tmp
 
 
 def records_of(path: Path) -> list[object]:
-    from sidecar.reader import read_records
+    from sidecar.traces.reader import read_records
 
     return [located.record for located in read_records(path)]

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.redact import REDACTED, headers, is_secret, url
+from sidecar.access.redact import REDACTED, headers, is_secret, url
 
 SECRET_NAMES = [
     "authorization",

@@ -4,7 +4,7 @@ import pytest
 
 from deploy.errors import UserError
 from sidecar.config import SidecarConfig
-from sidecar.reload import LIVE, Reloader, changed
+from sidecar.operations.reload import LIVE, Reloader, changed
 
 
 def test_every_live_key_is_a_key():

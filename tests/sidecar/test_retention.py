@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.record import SidecarStarted
-from sidecar.retention import CONSUMED, Limits, ShardFile, choose, clean
-from sidecar.writer import Writer
+from sidecar.traces.record import SidecarStarted
+from sidecar.traces.retention import CONSUMED, Limits, ShardFile, choose, clean
+from sidecar.traces.writer import Writer
 from tests.sidecar.test_writer import numbered, put_and_wait
 
 DAY = 86_400.0

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.routes import last_event, route, split_run
+from sidecar.routing.routes import last_event, route, split_run
 
 
 @pytest.mark.parametrize(

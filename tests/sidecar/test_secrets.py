@@ -10,8 +10,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar import redact
-from sidecar.keys import RunKeys, load_secret
+from sidecar.access import redact
+from sidecar.access.keys import RunKeys, load_secret
 from tests.sidecar.client import Connection, exchange, get, post
 from tests.sidecar.test_records import CHAT, eventually
 from tests.sidecar.test_redact import SECRET_NAMES

@@ -8,7 +8,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sidecar.shards import (
+from sidecar.traces.shards import (
     Shard,
     ShardEncoder,
     _header,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.record import Route
-from sidecar.splice import splice
+from sidecar.tokens.splice import splice
+from sidecar.traces.record import Route
 
 IDS = "return_token_ids"
 BODY = '{"model": "m",  "messages":[{"role":"user","content":"\\u0041 \\"logprobs\\": true é"}]'

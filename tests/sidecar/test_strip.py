@@ -4,7 +4,7 @@ import itertools
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sidecar.strip import BodyCutter, Cutter, SseCutter, marker
+from sidecar.tokens.strip import BodyCutter, Cutter, SseCutter, marker
 from tokenization.tap import wire
 
 NONCE = "0123456789abcdef0123456789abcdef"

@@ -19,13 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.errors import UserError
-from sidecar import body
-from sidecar.addresses import Address, Upstream, parse_upstream
+from sidecar.bodies import body
 from sidecar.config import InterceptConfig, SidecarConfig, UpstreamConfig
-from sidecar.health import watch
-from sidecar.intercept import Interception
-from sidecar.routes import is_responses_upgrade, upstream_target
-from sidecar.upstreams import Health, Target, parse_targets
+from sidecar.routing.addresses import Address, Upstream, parse_upstream
+from sidecar.routing.health import watch
+from sidecar.routing.intercept import Interception
+from sidecar.routing.routes import is_responses_upgrade, upstream_target
+from sidecar.routing.upstreams import Health, Target, parse_targets
 from tests.sidecar.client import Connection, exchange, post
 from tests.sidecar.fake_engine import FakeEngine
 from tests.sidecar.running import RunningSidecar

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from sidecar.config import InterceptConfig
-from sidecar.record import Exchange
+from sidecar.traces.record import Exchange
 from tests.sidecar.client import Connection, exchange, get, post
 from tests.sidecar.fake_engine import FakeEngine
 from tests.sidecar.running import RunningSidecar

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.reader import read_records
-from sidecar.record import RecordsLost, SidecarStarted
-from sidecar.shards import Shard, read_frames, read_tail
-from sidecar.writer import Writer
+from sidecar.traces.reader import read_records
+from sidecar.traces.record import RecordsLost, SidecarStarted
+from sidecar.traces.shards import Shard, read_frames, read_tail
+from sidecar.traces.writer import Writer
 from tests.sidecar.running import records
 
 STARTED = SidecarStarted(at=0.0, sidecar="s", upstream="u", ridealong="0")
@@ -151,8 +151,8 @@ def test_after_a_failed_sync_the_records_since_the_last_good_one_are_written_aga
 
 
 def test_a_disk_that_never_syncs_does_not_fill_up_with_copies(tmp_path, monkeypatch):
-    monkeypatch.setattr("sidecar.writer._RETRY_SECONDS", 0.02)
-    monkeypatch.setattr("sidecar.writer._SYNC_SECONDS", 0.02)
+    monkeypatch.setattr("sidecar.traces.writer._RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("sidecar.traces.writer._SYNC_SECONDS", 0.02)
     disk = FakeFailingSync(monkeypatch)
     writer = make(tmp_path)
     put_and_wait(writer, numbered(1))
@@ -253,7 +253,7 @@ def test_a_slow_disk_holds_nobody_up_and_what_it_can_not_take_is_counted(tmp_pat
 
 
 def test_a_frame_tells_how_many_records_are_still_to_follow(tmp_path, monkeypatch):
-    monkeypatch.setattr("sidecar.writer._FRAME_BYTES", 1)
+    monkeypatch.setattr("sidecar.traces.writer._FRAME_BYTES", 1)
     FakeSlowDisk(monkeypatch, 0.05)
     writer = make(tmp_path)
     for number in range(1, 5):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from sidecar.record import Outcome
+from sidecar.traces.record import Outcome
 from tokenization.calls import Call, Dialogue, Reply
 from tokenization.checks import Failure
 

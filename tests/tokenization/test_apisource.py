@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.record import Body, Exchange, Outcome, Request, Response, Route, Session
+from sidecar.traces.record import Body, Exchange, Outcome, Request, Response, Route, Session
 from tokenization import apisource, calls
 from tokenization.apisource import ApiTokensError
 from tokenization.calls import Reading, Usage

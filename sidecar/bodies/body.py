@@ -3,8 +3,8 @@
 import json
 from dataclasses import dataclass
 
-from sidecar import jsontext
-from sidecar.coding import decode
+from sidecar.bodies import jsontext
+from sidecar.bodies.coding import decode
 
 
 @dataclass(frozen=True)

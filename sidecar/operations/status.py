@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from sidecar.capture import Capture
-from sidecar.local import LocalCapture
-from sidecar.sources import Source
-from sidecar.upstreams import Health, Targets
-from sidecar.ways import Ways
-from sidecar.writer import Writer
+from sidecar.routing.local import LocalCapture
+from sidecar.routing.upstreams import Health, Targets
+from sidecar.routing.ways import Ways
+from sidecar.tokens.sources import Source
+from sidecar.traces.writer import Writer
 
 
 class Status:

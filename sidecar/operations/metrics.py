@@ -9,8 +9,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from sidecar.call import Call
-from sidecar.record import Outcome
-from sidecar.writer import Writer
+from sidecar.traces.record import Outcome
+from sidecar.traces.writer import Writer
 
 # A model call takes from a tenth of a second to minutes.
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -2,7 +2,7 @@
 
 import re
 
-from sidecar.record import Route
+from sidecar.traces.record import Route
 
 _RUN_PREFIX = re.compile(r"/r/([A-Za-z0-9][A-Za-z0-9._-]{0,127})(?=[/?]|$)")
 _CALLS: dict[str, Route] = {

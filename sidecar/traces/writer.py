@@ -23,10 +23,10 @@ from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from sidecar.history import History
-from sidecar.record import Record, RecordsLost, weight
-from sidecar.retention import Limits, clean
-from sidecar.shards import Shard, ShardEncoder
+from sidecar.traces.history import History
+from sidecar.traces.record import Record, RecordsLost, weight
+from sidecar.traces.retention import Limits, clean
+from sidecar.traces.shards import Shard, ShardEncoder
 
 _log = logging.getLogger(__name__)
 

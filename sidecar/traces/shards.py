@@ -19,12 +19,13 @@ A shard is a sequence of *frames*. Each is written by one call and made of two p
 zstd decoders skip the first part. A reader knows from it where the frame ends, so it can step over
 a damaged frame, tell a frame that is still being written, and never takes a magic number inside
 compressed data for a frame. A shard that was closed ends in a header alone, of length 0: the end
-mark. ``first`` and ``waiting`` tell how many records a crash has cost (``sidecar.recovery``).
+mark. ``first`` and ``waiting`` tell how many records a crash has cost, for
+``sidecar.traces.recovery``.
 
 Writing is append-only. A crash can only leave an incomplete frame at the end of its own shard,
 because every sidecar starts a new one: ``<UTC start>-<pid>-<sequence>.jsonl.zst``, created with
 O_EXCL and mode 0600, locked (``flock``) while it has a writer. Names sort by time. A line may refer
-to earlier lines of its own shard (``sidecar.history``) and to no other shard's.
+to earlier lines of its own shard (``sidecar.traces.history``) and to no other shard's.
 """
 
 import fcntl

@@ -4,7 +4,7 @@ A record is the truth about one HTTP exchange, kept as raw as possible: nothing 
 decide what the agent sees, so a bug in a later stage can be fixed and old shards re-read. Samples
 are views built from records (see ``tokenization``).
 
-Credentials are redacted before a record exists (``sidecar.redact``).
+Credentials are redacted before a record exists (``sidecar.access.redact``).
 """
 
 import base64
@@ -84,7 +84,10 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Repeats(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a record shares with an earlier one of its shard, its base (``sidecar.history``)."""
+    """What a record shares with an earlier one of its shard, its base.
+
+    Made and resolved by ``sidecar.traces.history``.
+    """
 
     frame: int
     """Where the base lies: offset of its frame, number of its line in it."""
@@ -114,11 +117,11 @@ class Exchange(msgspec.Struct, frozen=True, omit_defaults=True, tag="exchange"):
     error: str | None = None
     tap: list[str] = []
     """The token tap's JSON lines, undecoded (``tokenization.tap.wire``), or with ``tap_source``
-    ``api`` what was taken out of the reply of a stock vLLM (``sidecar.apitokens``)."""
+    ``api`` what was taken out of the reply of a stock vLLM (``sidecar.tokens.apitokens``)."""
     tap_source: TapSource = "none"
     """``pulled``: fetched from the tap's endpoint after the client had cancelled."""
     repeats: Repeats | None = None
-    """Only in a shard: what has to be filled in from an earlier record (``sidecar.reader``)."""
+    """Only in a shard: what has to be filled in from an earlier record."""
     renamed: tuple[str, str] | None = None
     """The model that the agent asked for and the one that was asked for instead; ``request.body``
     has the agent's."""

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from sidecar.keys import BadKey, RunKeys, is_run
-from sidecar.refusal import Refusal
+from sidecar.access.keys import BadKey, RunKeys, is_run
+from sidecar.access.refusal import Refusal
 
 _KEY_HEADERS = frozenset({"authorization", "x-api-key", "api-key", "x-goog-api-key"})
 # Beside model calls: liveness, the list of models, counting tokens, stored responses.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import aiohttp
 
-from sidecar.sources import Source, vllm_has_token_ids
+from sidecar.tokens.sources import Source, vllm_has_token_ids
 from tokenization.tap import wire
 
 _log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from sidecar.config import TokenSource
-from sidecar.record import Route
+from sidecar.traces.record import Route
 
 Source = Literal["tap", "api", "none"]
 

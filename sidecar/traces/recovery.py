@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from sidecar.shards import SUFFIX, Tail, end_mark, is_closed, read_tail
+from sidecar.traces.shards import SUFFIX, Tail, end_mark, is_closed, read_tail
 
 _log = logging.getLogger(__name__)
 

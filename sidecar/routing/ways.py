@@ -17,13 +17,14 @@ from mitmproxy import http
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
 from deploy.errors import UserError
-from sidecar import addresses, tls
-from sidecar.addresses import Address
-from sidecar.ca import Authority
+from sidecar.access import tls
+from sidecar.access.ca import Authority
+from sidecar.access.keys import is_run
 from sidecar.config import SidecarConfig
-from sidecar.intercept import Interception
-from sidecar.keys import is_run
-from sidecar.record import Way
+from sidecar.routing import addresses
+from sidecar.routing.addresses import Address
+from sidecar.routing.intercept import Interception
+from sidecar.traces.record import Way
 
 _WAYS: dict[str, Way] = {
     "reverse": "base_url",

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fnmatch import translate
 
 from deploy.errors import UserError
-from sidecar.addresses import Address
 from sidecar.config import Destination, InterceptConfig
+from sidecar.routing.addresses import Address
 
 _HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:/\s\[\]]+))(?::(?P<port>\d{1,5}))?")
 

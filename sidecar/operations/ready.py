@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from sidecar.addresses import Address
-from sidecar.upstreams import Target, Targets
+from sidecar.routing.addresses import Address
+from sidecar.routing.upstreams import Target, Targets
 
 _SECONDS = 2.0
 # A block: a full disk may still take a name.

@@ -10,8 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sidecar import jsontext
-from sidecar.record import Route
+from sidecar.bodies import jsontext
+from sidecar.traces.record import Route
 
 Field = Literal["return_token_ids", "logprobs"]
 

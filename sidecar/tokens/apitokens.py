@@ -1,17 +1,14 @@
-"""Takes the tokens that ``sidecar.splice`` asked for out of a stock vLLM's reply. Pure.
+"""Takes the tokens that ``sidecar.tokens.splice`` asked for out of a stock vLLM's reply. Pure.
 
-Cutters as in ``sidecar.strip``: what they return is, byte for byte, what vLLM sends to a client
-that did not ask. vLLM names its token fields in every reply and makes them ``null`` where nobody
-asked (``entrypoints/openai/{chat_completion,completion}/protocol.py``), so a value is taken out by
-writing ``null`` in its place. A stream has events that are there for their ids alone, while a tool
-or reasoning parser has nothing to say yet (an empty delta); they go as a whole.
-
-What was taken out collects in ``lines``: one JSON object for each event, or one for the body of a
-reply that is no stream, made of the reply's own text, for example
-
-    ``{"id":"chatcmpl-…","choices":[{"index":0,"token_ids":[9707],"logprobs":{…}}]}``
-
-An event that can't be read goes on unchanged, and a line ``{"error":"…"}`` marks the call.
+Cutters as in ``sidecar.tokens.strip``: what they return is, byte for byte, what vLLM sends to a
+client that did not ask. vLLM names its token fields in every reply and makes them ``null`` where
+nobody asked (``entrypoints/openai/{chat_completion,completion}/protocol.py``), so a value is taken
+out by writing ``null`` in its place. A stream has events that are there for their ids alone, while
+a tool or reasoning parser has nothing to say yet (an empty delta); they go as a whole. What was
+taken out collects in ``lines``: one JSON object for each event, or one for the body of a reply that
+is no stream, made of the reply's own text, for example
+``{"id":"chatcmpl-…","choices":[{"index":0,"token_ids":[9707],"logprobs":{…}}]}`` An event that
+can't be read goes on unchanged, and a line ``{"error":"…"}`` marks the call.
 ``tokenization.apisource`` reads the lines.
 """
 
@@ -19,9 +16,9 @@ import json
 import re
 from collections.abc import Collection
 
-from sidecar import jsontext
-from sidecar.jsontext import Member
-from sidecar.splice import Field
+from sidecar.bodies import jsontext
+from sidecar.bodies.jsontext import Member
+from sidecar.tokens.splice import Field
 
 _KEPT_OF_REPLY = ("id", "prompt_token_ids")
 _KEPT_OF_CHOICE = ("index", "finish_reason", "prompt_token_ids", "token_ids", "logprobs")

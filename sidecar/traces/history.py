@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from sidecar.record import Body, Delta, Exchange, Part, Record, Repeats, encode
+from sidecar.traces.record import Body, Delta, Exchange, Part, Record, Repeats, encode
 
 _MIN_TEXT = 512
 """Shorter texts are not worth a reference."""

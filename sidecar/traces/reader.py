@@ -1,8 +1,8 @@
 """Reads the records of trace shards, whole, also while they are written.
 
-A record in a shard may leave out what it shares with an earlier one (``sidecar.history``). Reading
-forward, that record has just been read and its texts are at hand; else it is looked up where the
-reference says, and so on until one that is written out.
+A record in a shard may leave out what it shares with an earlier one (``sidecar.traces.history``).
+Reading forward, that record has just been read and its texts are at hand; else it is looked up
+where the reference says, and so on until one that is written out.
 """
 
 from collections import OrderedDict
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from sidecar import record
-from sidecar.history import Place, Texts, Unresolved, expand
-from sidecar.record import Exchange, Record
-from sidecar.shards import Frame, read_frames
+from sidecar.traces import record
+from sidecar.traces.history import Place, Texts, Unresolved, expand
+from sidecar.traces.record import Exchange, Record
+from sidecar.traces.shards import Frame, read_frames
 
 _CACHE_BYTES = 128 << 20
 

@@ -28,7 +28,7 @@ from mitmproxy.proxy.layers.http._events import (
 )
 from mitmproxy.proxy.layers.http._http1 import Http1Server
 
-from sidecar.refusal import Refusal
+from sidecar.access.refusal import Refusal
 
 # A client that still sends when it is refused would see its connection reset and miss the reply:
 # what it sends is thrown away for so many seconds.

@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from sidecar.metrics import Metrics
+from sidecar.operations.metrics import Metrics
 
 Health = Callable[[], dict[str, Any]]
 Reasons = Callable[[], Awaitable[list[str]]]

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from sidecar.shards import SUFFIX
+from sidecar.traces.shards import SUFFIX
 
 _log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from deploy.errors import UserError
-from sidecar.addresses import Address, Upstream, parse_upstream
 from sidecar.config import Credentials, SidecarConfig, UpstreamConfig
+from sidecar.routing.addresses import Address, Upstream, parse_upstream
 
 _KEY_HEADERS = frozenset({"authorization", "x-api-key", "api-key", "x-goog-api-key"})
 

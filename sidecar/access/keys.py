@@ -24,7 +24,7 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def is_run(text: str) -> bool:
-    """Say whether a text is a run id (see ``sidecar.routes.split_run``)."""
+    """Say whether a text is a run id (see ``sidecar.routing.routes.split_run``)."""
     return _RUN.fullmatch(text) is not None
 
 
@@ -42,7 +42,7 @@ class RunKeys:
         """Return the key of a run.
 
         Raises:
-            ValueError: ``run`` is not a run id (see ``sidecar.routes.split_run``).
+            ValueError: ``run`` is not a run id (see ``sidecar.routing.routes.split_run``).
         """
         if not is_run(run):
             raise ValueError(

@@ -11,9 +11,9 @@ import logging
 import aiohttp
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
-from sidecar.addresses import Address, Upstream
 from sidecar.capture import Capture
-from sidecar.upstreams import Health, Target, Targets
+from sidecar.routing.addresses import Address, Upstream
+from sidecar.routing.upstreams import Health, Target, Targets
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Looking into request bodies, and changing them without writing them anew."""

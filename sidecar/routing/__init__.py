@@ -1,0 +1,1 @@
+"""How requests reach the sidecar, and which model server they go to."""

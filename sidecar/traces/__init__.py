@@ -1,0 +1,1 @@
+"""Trace shards: what a record is, how it is written, kept and read again."""
