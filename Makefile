@@ -4,13 +4,17 @@ export RIDEALONG_VENV
 BIN := $(RIDEALONG_VENV)/bin
 ARGS ?=
 
-.PHONY: demo test test-harnesses lint setup bench
+.PHONY: demo test test-faults test-harnesses lint setup bench
 
 demo: setup
 	$(BIN)/ridealong demo $(ARGS)
 
 test: setup lint
 	$(BIN)/python -m pytest $(ARGS)
+
+# The sidecar killed 200 times under load.
+test-faults: setup
+	RIDEALONG_KILLS=200 $(BIN)/python -m pytest tests/sidecar/test_faults.py -s $(ARGS)
 
 # Real agent programs from npm and PyPI (needs Node.js 20), in .harnesses; rewrites docs/harnesses.md.
 test-harnesses: setup

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -88,13 +89,15 @@ class Capture:
         sources: Sources,
         sink: Sink,
         puller: Puller,
+        hold: Callable[[http.HTTPFlow], None],
         write: Callable[[http.HTTPFlow, bytes], None],
         pass_reset_on: Callable[[http.HTTPFlow], bool],
         metrics: Metrics,
         access: Access,
     ) -> None:
-        """``write``: sends bytes of a reply's body to the client at once; ``pass_reset_on``: makes
-        the client's connection end as the upstream's did, and says whether that was a reset.
+        """``hold``: keeps what the client has not been sent yet; ``write``: sends that and bytes of
+        a reply's body to the client at once; ``pass_reset_on``: makes the client's connection end
+        as the upstream's did, and says whether that was a reset.
         """
         self.untapped_in_a_row = 0
         """Model calls answered without the tokens that were asked for, since one that had them."""
@@ -104,10 +107,12 @@ class Capture:
         self._sources = sources
         self._sink = sink
         self._puller = puller
+        self._hold = hold
         self._write = write
         self._pass_reset_on = pass_reset_on
         self._metrics = metrics
         self._commit_overdue = False
+        self._committed: deque[Callable[[], None]] = deque()
         self._exchanges: dict[str, _Exchange] = {}
         self._sockets: dict[str, str] = {}
         self._pulls: set[asyncio.Task[None]] = set()
@@ -217,6 +222,8 @@ class Capture:
             if call.route == "other":
                 self._end(call, outcome, error)
             else:
+                if call.rest:
+                    self._hold(flow)  # What is left to send of it goes with its last bytes.
                 await self._end_committed(call, outcome, error)
         finally:
             if call.rest:
@@ -248,7 +255,7 @@ class Capture:
     def client_disconnected(self, client: Client) -> None:
         """Let go of what neither ``response`` nor ``error`` was called for.
 
-        mitmproxy calls neither when it fails itself, as it does on HTTP/1 trailers.
+        mitmproxy calls neither when it fails itself.
         """
         for exchange in list(self._exchanges.values()):
             if exchange.flow.client_conn.id == client.id:
@@ -518,12 +525,19 @@ class Capture:
                 committed.set_result(None)
 
         def done() -> None:
-            with contextlib.suppress(RuntimeError):  # The loop may have ended.
-                loop.call_soon_threadsafe(release, False)
+            self._committed.append(lambda: release(False))
+            if len(self._committed) == 1:  # Else the loop has been woken for the one before.
+                with contextlib.suppress(RuntimeError):  # The loop may have ended.
+                    loop.call_soon_threadsafe(self._release_committed)
 
         limit = 0 if self._commit_overdue else _COMMIT_SECONDS
         timer = loop.call_later(limit, release, True)
         return done
+
+    def _release_committed(self) -> None:
+        """Let the replies go on whose records have come to the shard."""
+        while self._committed:
+            self._committed.popleft()()
 
     def _added(self, phase: Phase, call: Call, since: float) -> None:
         if call.route != "other":

@@ -39,17 +39,19 @@ async def _run(config: Config, model: str | None, api_key: str | None) -> int:
     scheme = "https" if sidecar.tls_certificate else "http"
     base = f"{scheme}://{sidecar.listen}"
     key = _keys(config, api_key)
-    health = await _get(f"http://{sidecar.admin}/readyz", None)
-    if health is None:
+    ready = await _get(f"http://{sidecar.admin}/readyz", None)
+    if ready is None:
         raise UserError(
             f"no sidecar answers at http://{sidecar.admin}: start `ridealong sidecar`, or name "
             "its configuration with --config"
         )
-    for reason in health.get("reasons", []):
+    for reason in ready.get("reasons", []):
         print(f"sidecar: not ready: {reason}")
     tag = f"doctor-{os.getpid()}-{int(time.time())}"
     asked = model or await _first_model(base, tag, key)
-    print(f"sidecar {base} -> {sidecar.upstream}, model {asked}, traces in {sidecar.traces}\n")
+    health = await _get(f"http://{sidecar.admin}/healthz", None) or {}
+    upstream = health.get("upstream", sidecar.upstream)
+    print(f"sidecar {base} -> {upstream}, model {asked}, traces in {sidecar.traces}\n")
     since = time.time()
     results = []
     for probe in probes.probes(tag):

@@ -219,6 +219,12 @@ class _Server(Http1Server):
             and self.response is None
         ):
             yield from self._refuse(_bad_request("its header is ambiguous or not valid"))
+        elif (
+            isinstance(event, ResponseProtocolError)
+            and event.code is ErrorCode.RESPONSE_VALIDATION_FAILED
+        ):
+            # mitmproxy would answer with an error page of its own in the upstream's name.
+            yield commands.CloseConnection(self.conn)
         else:
             yield from super().send(event)
 

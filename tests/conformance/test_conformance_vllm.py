@@ -5,6 +5,7 @@ What no two calls of vLLM share is set aside by ``without_chance``; so is the he
 a grammar, so both repeat themselves.
 """
 
+import itertools
 import re
 import socket
 import time
@@ -178,11 +179,17 @@ def test_the_same_bytes(vllm_server: str, sidecars: dict[str, RunningSidecar], n
     port = int(vllm_server.rsplit(":", 1)[1])
     _exchange(port, request)  # Fills the prefix cache, which usage tells of.
     direct = _comparable(_exchange(port, request))
+    # How many tokens an event holds depends on how busy the engine is.
+    attempts = 4 if "/streamed/" in name else 1
     if name.endswith(("/text", "/tools", "/n=2", "/logprobs")):
         assert direct[0] == b"HTTP/1.1 200 OK", direct
     for source, sidecar in sidecars.items():
-        seen = len(sidecar.calls(0))
-        through = _exchange(sidecar.port, request)
+        for attempt in range(attempts):
+            seen = len(sidecar.calls(0))
+            through = _exchange(sidecar.port, request)
+            if _comparable(through) == direct or attempt == attempts - 1:
+                break
+            direct = _comparable(_exchange(port, request))
         assert _comparable(through) == direct, source
         record = _record(sidecar, seen)
         assert record.outcome == "complete"
@@ -217,9 +224,16 @@ def _until_running(url: str, count: int) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("source", ["direct", *SOURCES])
 @pytest.mark.parametrize("when", ["before the first byte", "in the reply", "whole reply"])
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(
+    ("protocol", "source"),
+    [
+        *itertools.product(PROTOCOLS, ("direct", "tap")),
+        # The protocols differ in nothing else that leaving depends on.
+        ("chat", "api"),
+        ("chat", "none"),
+    ],
+)
 def test_a_client_that_leaves_frees_the_engine(
     vllm_server: str,
     sidecars: dict[str, RunningSidecar],

@@ -86,8 +86,10 @@ class RawServer:
                 if line.startswith(b"content-length:"):
                     while len(body) < int(line.split(b":")[1]):
                         body += connection.recv(65536)
+            # Taken first: whoever sees the request may already prepare the next answer.
+            steps = self.answer
             self.requests.append(head + b"\r\n\r\n" + body)
-            for step in self.answer:
+            for step in steps:
                 if isinstance(step, float):
                     time.sleep(step)
                     continue

@@ -82,7 +82,17 @@ def capture(sink, sent, metrics, known) -> Capture:
     targets = parse_targets(SidecarConfig(upstream="http://u"), {}, str)
     router = Router(targets, Interception([], [], []), Health())
     sources = Sources("auto", {targets.default.replicas[0].url: known})
-    return Capture(router, sources, sink, FakePuller(), write, lambda _: False, metrics, access)
+    return Capture(
+        router,
+        sources,
+        sink,
+        FakePuller(),
+        lambda _: None,
+        write,
+        lambda _: False,
+        metrics,
+        access,
+    )
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from tests.sidecar.client import Connection, get, post
+from tests.sidecar.client import Connection, exchange, get, post
+from tests.sidecar.test_records import call_of
 
 CHAT = "/v1/chat/completions"
 
@@ -161,6 +162,37 @@ def test_raw_replies_are_identical_to_direct_ones(raw_server, raw_sidecar, answe
     if direct == b"HTTP/1.1 20":
         direct = b""
     assert through == direct
+
+
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\nX-A: b\r\n\r\n"
+FINAL = JSON_HEAD + b"Content-Length: 2\r\nConnection: close\r\n\r\n{}"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param([INTERIM + FINAL], id="at once"),
+        pytest.param([INTERIM[:30], 0.1, INTERIM[30:-1], 0.1, INTERIM[-1:], 0.1, FINAL], id="cut"),
+    ],
+)
+def test_interim_replies_pass_and_the_reply_follows(raw_server, raw_sidecar, answer):
+    raw_server.answer, raw_server.reset = answer, False
+    assert exchange(raw_sidecar.port, post(f"/r/interim{CHAT}", {})) == INTERIM + FINAL
+    call = call_of(raw_sidecar, "interim")
+    assert call.outcome == "complete"
+    assert call.response is not None and call.response.status == 200
+
+
+@pytest.mark.parametrize(
+    "field",
+    [b"X A: 1\r\nContent-Length: 2", b"Transfer-Encoding: chunked\r\nContent-Length: 2"],
+    ids=["name", "two lengths"],
+)
+def test_a_reply_that_is_not_valid_breaks_off_without_a_page_of_ours(
+    raw_server, raw_sidecar, field
+):
+    raw_server.answer, raw_server.reset = [JSON_HEAD + field + b"\r\n\r\n{}"], False
+    assert exchange(raw_sidecar.port, post(CHAT, {})) == b""
 
 
 def test_a_refused_connection_looks_like_a_broken_one(start):

@@ -113,32 +113,37 @@ class FakeFailingSync:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.broken = True
+        self.fail_next = False
+        """Fail once, then work."""
+        self.good = 0
+        """Syncs that did not fail."""
         fdatasync = os.fdatasync
 
         def fail(fd: int) -> None:
-            if self.broken:
+            once, self.fail_next = self.fail_next, False
+            if self.broken or once:
                 raise OSError(5, "Input/output error")
             fdatasync(fd)
+            self.good += 1
 
         monkeypatch.setattr(os, "fdatasync", fail)
 
 
 def test_after_a_failed_sync_the_records_since_the_last_good_one_are_written_again(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, caplog
 ):
     disk = FakeFailingSync(monkeypatch)
+    disk.broken = False
     writer = make(tmp_path)
     put_and_wait(writer, numbered(1))
-    disk.broken = False
-    eventually(lambda: [path for path in tmp_path.iterdir()] and writer._unsynced == [])
-    disk.broken = True
+    eventually(lambda: disk.good and writer._unsynced == [])
+    disk.fail_next = True
     put_and_wait(writer, numbered(2))
     eventually(lambda: writer.errors == 1)
-    assert writer.failure and "Input/output" in writer.failure
     put_and_wait(writer, numbered(3))
-    disk.broken = False
     eventually(lambda: writer.failure is None)
     writer.close(5)
+    assert "can't be written" in caplog.text and "Input/output" in caplog.text
     first, second = sorted(tmp_path.iterdir())
     assert [located.record for located in read_records(first)] == [
         STARTED,
