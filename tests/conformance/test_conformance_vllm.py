@@ -140,6 +140,16 @@ def sidecars(
         sidecar.stop()
 
 
+def _sources(name: str) -> list[str]:
+    """The token sources that make a difference to a case; without any there is nothing to do."""
+    sources = ["tap"]
+    if name.startswith(("chat/", "completions/")):
+        sources.append("api")
+    if name.endswith("/text"):
+        sources.append("none")
+    return sources
+
+
 def _exchange(port: int, request: bytes) -> tuple[Message, str]:
     """Return the reply and how the connection ended."""
     reader = Reader(lambda *_: request.startswith(b"HEAD"))
@@ -183,7 +193,8 @@ def test_the_same_bytes(vllm_server: str, sidecars: dict[str, RunningSidecar], n
     attempts = 4 if "/streamed/" in name else 1
     if name.endswith(("/text", "/tools", "/n=2", "/logprobs")):
         assert direct[0] == b"HTTP/1.1 200 OK", direct
-    for source, sidecar in sidecars.items():
+    for source in _sources(name):
+        sidecar = sidecars[source]
         for attempt in range(attempts):
             seen = len(sidecar.calls(0))
             through = _exchange(sidecar.port, request)

@@ -57,8 +57,10 @@ TYPED_COUNTS = ("input_tokens", "output_tokens")
 CHAT = Protocol(
     "chat", "/v1/chat/completions", {"messages": MESSAGES}, "max_tokens", _top, OPENAI_COUNTS
 )
+# Not a question: after that the model may well say nothing.
+STORY = "Once upon a time, in a small village by the sea,"
 COMPLETIONS = Protocol(
-    "completions", "/v1/completions", {"prompt": QUESTION}, "max_tokens", _top, OPENAI_COUNTS
+    "completions", "/v1/completions", {"prompt": STORY}, "max_tokens", _top, OPENAI_COUNTS
 )
 RESPONSES = Protocol(
     "responses",
