@@ -134,6 +134,7 @@ def _show(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from daemon.traces import show
+    from daemon.traces.plain import visible
 
     found = list(itertools.islice(_turns(args, call=args.call), 11))
     if not found:
@@ -143,6 +144,7 @@ def _show(args: argparse.Namespace) -> int:
         raise UserError(f"several calls begin with {args.call}: {ids}")
     console = Console(highlight=False)
     for line in show.lines(found[0], _redaction(args)):
+        line.plain = visible(line.plain)
         console.print(line, soft_wrap=True)
     return 0
 

@@ -27,6 +27,7 @@ from sidecar.operations.metrics import Metrics, Phase
 from sidecar.routing import routes
 from sidecar.routing.addresses import Upstream
 from sidecar.routing.router import Plan, Router, Sent, address, set_body
+from sidecar.routing.ways import way_of
 from sidecar.tokens.sources import Sources
 from sidecar.traces.record import Outcome, Record, Session
 from tokenization.tap import wire
@@ -113,6 +114,8 @@ class Capture:
         self._metrics = metrics
         self._commit_overdue = False
         self._committed: deque[Callable[[], None]] = deque()
+        self._waking = False
+        """The event loop has been told of them: one wake-up is enough for many."""
         self._exchanges: dict[str, _Exchange] = {}
         self._sockets: dict[str, str] = {}
         self._pulls: set[asyncio.Task[None]] = set()
@@ -285,8 +288,15 @@ class Capture:
             await asyncio.wait(self._pulls)
 
     def _begin(self, flow: http.HTTPFlow) -> None:
+        way = way_of(flow)
+        proxy_authorization = self._router.proxy_authorization(flow) if way == "proxy" else None
         plan = self._router.plan(flow)
         if plan is None:
+            # Else another name of the model server would open it without a key.
+            if way == "proxy":
+                passing = self.access.connect(proxy_authorization)
+                if isinstance(passing, Refusal):
+                    self._refuse(flow, passing)
             return
         request = flow.request
         method = request.data.method.decode("latin-1")
@@ -306,6 +316,7 @@ class Capture:
         headers = [(name, value) for name, value in asked if name.lower() != wire.HEADER]
         if len(headers) != len(asked):
             del request.headers[wire.HEADER]
+        _stay_with_http1(request.headers)
         session = ", ".join(value for name, value in asked if name.lower() == SESSION_HEADER)
         host, port, *_ = flow.client_conn.peername or ("", 0)
         call = Call(
@@ -526,7 +537,8 @@ class Capture:
 
         def done() -> None:
             self._committed.append(lambda: release(False))
-            if len(self._committed) == 1:  # Else the loop has been woken for the one before.
+            if not self._waking:
+                self._waking = True
                 with contextlib.suppress(RuntimeError):  # The loop may have ended.
                     loop.call_soon_threadsafe(self._release_committed)
 
@@ -536,6 +548,7 @@ class Capture:
 
     def _release_committed(self) -> None:
         """Let the replies go on whose records have come to the shard."""
+        self._waking = False  # First: what is added from now on may not be seen below.
         while self._committed:
             self._committed.popleft()()
 
@@ -554,6 +567,21 @@ class Capture:
     def _fault(self, what: str) -> None:
         self._metrics.faults.inc()
         _log.exception("capturing failed, the traffic goes on: %s", what)
+
+
+def _stay_with_http1(headers: http.Headers) -> None:
+    """Take out the offer to go on in HTTP/2 (RFC 7540, 3.2), as Java's client makes it.
+
+    It is hop-by-hop. A server that accepted it would answer this call and all later ones unread.
+    """
+    if headers.get("upgrade", "").lower() != "h2c":
+        return
+    options = (option.strip() for option in headers.get("connection", "").split(","))
+    kept = [option for option in options if option.lower() not in ("upgrade", "http2-settings")]
+    for name in ("upgrade", "http2-settings", "connection"):
+        headers.pop(name, None)
+    if any(kept):
+        headers["connection"] = ", ".join(filter(None, kept))
 
 
 def _answer_upgrade_required(response: http.Response) -> None:

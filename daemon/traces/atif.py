@@ -5,7 +5,7 @@ Specification: Harbor, RFC 0001 (https://harborframework.com/docs/trajectory-for
 
 import math
 import re
-from datetime import UTC, datetime
+from datetime import UTC
 from typing import Any
 
 from daemon.protocols import conversation as protocol
@@ -20,6 +20,7 @@ from daemon.protocols.conversation import (
     ToolResult,
 )
 from daemon.protocols.shape import ProtocolError
+from daemon.traces.plain import moment
 from daemon.traces.turns import Conversation, Turn
 from tokenization.calls import version_spans
 
@@ -106,7 +107,8 @@ def _take_reply(
     if calls := [_call(part) for part in message.parts if isinstance(part, ToolCall)]:
         step["tool_calls"] = [*step.get("tool_calls", ()), *calls]
     if turn is not None and "metrics" not in step:
-        step["timestamp"] = datetime.fromtimestamp(turn.exchange.ended, UTC).isoformat()
+        if ended := moment(turn.exchange.ended, UTC):
+            step["timestamp"] = ended.isoformat()
         step["model_name"] = turn.model
         step["metrics"] = _metrics(turn, choice)
 

@@ -1,10 +1,11 @@
 """Calls as lines of a table."""
 
-from datetime import datetime
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
+from daemon.traces.plain import moment, visible
 from daemon.traces.turns import Turn
 
 
@@ -42,10 +43,10 @@ def table(rows: list[dict[str, Any]]) -> Table:
     for name in ("call", "started", "run", "agent", "route", "model", "result", "tokens", "s"):
         found.add_column(name, overflow="fold", no_wrap=name in ("call", "started"))
     for one in rows:
-        source = one["token_source"]
-        found.add_row(
+        source, started = one["token_source"], moment(one["started"])
+        cells = (
             one["id"],
-            datetime.fromtimestamp(one["started"]).strftime("%m-%d %H:%M:%S"),
+            started.strftime("%m-%d %H:%M:%S") if started else "?",
             one["run"],
             one["agent"] or one["harness"],
             one["route"] + (" sse" if one["stream"] else ""),
@@ -54,6 +55,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
             f"{_count(one['prompt_tokens'])}+{_count(one['completion_tokens'])} {source}",
             f"{one['seconds']:.1f}",
         )
+        # As text: brackets in a plain string would be taken for styles.
+        found.add_row(*(Text(visible(cell or "")) for cell in cells))
     return found
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from datetime import datetime
 
 from rich.text import Text as Styled
 
@@ -16,6 +15,7 @@ from daemon.protocols.conversation import (
     ToolCall,
     ToolResult,
 )
+from daemon.traces.plain import moment
 from daemon.traces.turns import Turn
 from tokenization.calls import version_spans
 
@@ -63,7 +63,8 @@ def _head(turn: Turn) -> Iterator[Styled]:
     yield Styled(f"{asked}, model {turn.model or 'unknown'}")
     if exchange.renamed:
         yield Styled(f"asked upstream as model {exchange.renamed[1]}")
-    when = datetime.fromtimestamp(exchange.started).isoformat(sep=" ", timespec="milliseconds")
+    started = moment(exchange.started)
+    when = started.isoformat(sep=" ", timespec="milliseconds") if started else "at no known time"
     first = (
         f", first byte after {exchange.first_byte - exchange.started:.3f} s"
         if exchange.first_byte is not None

@@ -82,7 +82,7 @@ class Access:
         return Admission(run, True, frozenset(spent))
 
     def connect(self, proxy_authorization: str | None) -> Admission | Refusal:
-        """Decide on a CONNECT request, which is a proxy's to answer."""
+        """Decide on what is asked of the proxy: CONNECT, or a host that is not read."""
         try:
             proxy = self._proxy(proxy_authorization)
         except BadKey:

@@ -79,6 +79,10 @@ class Router:
         """Take note of a CONNECT request, which opens a tunnel through the proxy."""
         self._credentials.connect(flow)
 
+    def proxy_authorization(self, flow: http.HTTPFlow) -> str | None:
+        """Return the credentials of the proxy connection a request came by; before ``plan``."""
+        return self._credentials.of(flow)
+
     def forget(self, client: str) -> None:
         """Let go of a client connection that has ended."""
         self._credentials.forget(client)

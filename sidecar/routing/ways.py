@@ -174,15 +174,20 @@ class ProxyCredentials:
         """Let go of a client connection that has ended."""
         self._tunnels.pop(client, None)
 
+    def of(self, flow: http.HTTPFlow) -> str | None:
+        """Return the proxy credentials of a request."""
+        own = flow.request.headers.get("proxy-authorization")
+        return own if own is not None else self._tunnels.get(flow.client_conn.id)
+
     def take(self, flow: http.HTTPFlow) -> str | None:
         """Return the proxy credentials of a request, and take from it what is for a proxy only."""
         headers = flow.request.headers
         if not any(name.decode("latin-1").lower() in _PROXY_HEADERS for name, _ in headers.fields):
             return self._tunnels.get(flow.client_conn.id)
-        own = headers.get("proxy-authorization")
+        found = self.of(flow)
         for name in _PROXY_HEADERS:
             headers.pop(name, None)
-        return own if own is not None else self._tunnels.get(flow.client_conn.id)
+        return found
 
 
 def run_of(authorization: str | None) -> str | None:

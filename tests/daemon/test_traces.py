@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from daemon.traces import atif, export, find, listing, openai, show, stats
 from daemon.traces.turns import Turn, conversations, read_turn
@@ -289,6 +290,22 @@ def test_commands(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stderr == "1 written\n"
     (document,) = out.glob("*.json")
     assert json.loads(document.read_text())["session_id"] == "run-1"
+
+
+def test_commands_with_text_and_times_of_a_hostile_agent(tmp_path: Path) -> None:
+    evil = "\x1b]0;mine\x07\x1b[2J\x9b31m[/bold]"
+    said = {"role": "assistant", "content": evil}
+    call = chat("a1", [ASK], said, started=1.0, prompt=[1], output=[2], run=f"r{evil}")
+    assert call.request.body is not None
+    text = (call.request.body.text or "").replace('"m"', json.dumps(f"m{evil}"))
+    request = structs.replace(call.request, body=Body(text=text))
+    append(tmp_path / "one", [[structs.replace(call, request=request, started=1e18, ended=1e18)]])
+    for command in (["ls"], ["show", "a1"], ["export", "--format", "atif"]):
+        done = ridealong(*command, str(tmp_path))
+        assert (done.returncode, done.stderr[:1000].count("Traceback")) == (0, 0), done.stderr
+        unsafe = "\x07\x1b" if command[0] == "export" else "\x07\x1b\x9b"  # JSON escapes C0 only.
+        assert not any(character in done.stdout for character in unsafe)
+        assert "[/bold]" in done.stdout
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

@@ -147,17 +147,20 @@ def test_the_proxy_asks_for_the_key_too(engine, start, tmp_path):
     port = int(sidecar.health()["ways"]["proxy"].rpartition(":")[2])
     host = engine.url.removeprefix("http://")
 
-    def proxied(credentials: str) -> httpx.Response:
+    def proxied(credentials: str, url: str = engine.url) -> httpx.Response:
         proxy = f"http://{credentials}127.0.0.1:{port}"
         with httpx.Client(proxy=proxy) as client:
-            return client.post(f"{engine.url}{CHAT}", json={"reply": "hi"})
+            return client.post(f"{url}{CHAT}", json={"reply": "hi"})
 
     before = asked(engine)
     assert proxied("").status_code == proxied("run-5:x@").status_code == 401
     connect = f"CONNECT {host} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
     reply = exchange(port, connect)
     assert refused(reply, 407) and b"proxy-authenticate: Basic" in reply
+    other_name = engine.url.replace("127.0.0.1", "127.1")
+    assert proxied("", other_name).status_code == 407
     assert asked(engine) == before
+    assert proxied(f"run-5:{keys(sidecar).issue('run-5')}@", other_name).text == "hi"
     assert proxied(f"run-5:{keys(sidecar).issue('run-5')}@").text == "hi"
     assert call_of(sidecar, "run-5").session.way == "proxy"
 

@@ -297,6 +297,19 @@ def test_a_session_that_is_not_utf8(engine, sidecar):
     assert call_of(sidecar, "latin").session.session == "\xff\xfe"
 
 
+def test_an_offer_of_http2_goes_no_further(raw_server, start):
+    """As Java's client makes it with every first request."""
+    raw_server.reset, raw_server.answer = False, [b"HTTP/1.1 204 No Content\r\n\r\n"]
+    sidecar = start(raw_server.url)
+    fields = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
+    Connection(sidecar.port).socket.sendall(post(f"/r/java{CHAT}", {}, *fields))
+    asked = dict(call_of(sidecar, "java").request.headers)
+    assert asked["Upgrade"] == "h2c"
+    head = raw_server.requests[-1].lower()
+    assert b"upgrade" not in head and b"http2-settings" not in head and b"connection" not in head
+    assert not [line for line in sidecar.errors() if "h2c" in line]
+
+
 def test_trailers_of_a_reply_are_dropped_and_it_ends(raw_server, start):
     raw_server.reset, raw_server.answer = (
         False,
