@@ -90,15 +90,13 @@ class Capture:
         sources: Sources,
         sink: Sink,
         puller: Puller,
-        hold: Callable[[http.HTTPFlow], None],
         write: Callable[[http.HTTPFlow, bytes], None],
         pass_reset_on: Callable[[http.HTTPFlow], bool],
         metrics: Metrics,
         access: Access,
     ) -> None:
-        """``hold``: keeps what the client has not been sent yet; ``write``: sends that and bytes of
-        a reply's body to the client at once; ``pass_reset_on``: makes the client's connection end
-        as the upstream's did, and says whether that was a reset.
+        """``write``: sends bytes of a reply's body to the client at once; ``pass_reset_on``: makes
+        the client's connection end as the upstream's did, and says whether that was a reset.
         """
         self.untapped_in_a_row = 0
         """Model calls answered without the tokens that were asked for, since one that had them."""
@@ -108,7 +106,6 @@ class Capture:
         self._sources = sources
         self._sink = sink
         self._puller = puller
-        self._hold = hold
         self._write = write
         self._pass_reset_on = pass_reset_on
         self._metrics = metrics
@@ -225,8 +222,6 @@ class Capture:
             if call.route == "other":
                 self._end(call, outcome, error)
             else:
-                if call.rest:
-                    self._hold(flow)  # What is left to send of it goes with its last bytes.
                 await self._end_committed(call, outcome, error)
         finally:
             if call.rest:

@@ -24,7 +24,7 @@ from sidecar.operations.metrics import Metrics
 from sidecar.operations.ready import Readiness
 from sidecar.operations.reload import Reloader
 from sidecar.operations.status import Status
-from sidecar.proxy import Proxy, hold_for_client, pass_reset_on, write_to_client
+from sidecar.proxy import Proxy, pass_reset_on, write_to_client
 from sidecar.routing import addresses
 from sidecar.routing.addresses import Address, Upstream
 from sidecar.routing.health import Failover, watch
@@ -122,7 +122,6 @@ async def _serve(
         Sources(config.token_source, client.sources),
         writer,
         client,
-        hold_for_client,
         write_to_client,
         pass_reset_on,
         metrics,

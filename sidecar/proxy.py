@@ -27,7 +27,6 @@ from OpenSSL import SSL
 
 from sidecar.access import tls
 from sidecar.capture import Capture
-from sidecar.joining import JoiningWriter
 from sidecar.routing import replies
 from sidecar.routing.ways import Listener
 
@@ -67,7 +66,7 @@ class Proxy:
             self._connections,
             next_layer.NextLayer(),
             _ClientTls(),
-            _Connections(),
+            _Refusals(),
             capture,
             *addons,
             self._ready,
@@ -107,10 +106,10 @@ class Proxy:
             instance: ServerInstance[Any] = ServerInstance.make(listener.mode, self._connections)
             handle = _ending_quietly(instance.handle_stream)
             if listener.tls is None:
-                server = asyncio.start_server(_joining(handle), sock=listener.sock)
+                server = asyncio.start_server(handle, sock=listener.sock)
             else:
                 server = asyncio.start_server(
-                    _joining(tls.without_half_close(handle)),
+                    tls.without_half_close(handle),
                     sock=listener.sock,
                     ssl=listener.tls,
                     ssl_handshake_timeout=tls.HANDSHAKE_SECONDS,
@@ -174,46 +173,23 @@ def _ending_quietly(handle: tls.Handler) -> tls.Handler:
     return handle_stream
 
 
-def _joining(handle: tls.Handler) -> tls.Handler:
-    """Wrap a stream handler so that it writes through a ``JoiningWriter``."""
-
-    async def handle_stream(reader: Any, writer: Any) -> None:
-        await handle(reader, JoiningWriter(writer, reader))
-
-    return handle_stream
-
-
-def hold_for_client(flow: http.HTTPFlow) -> None:
-    """Keep what the client has not been sent, a reply's head mostly, for ``write_to_client``."""
-    writer = _client_writer(flow.client_conn)
-    if isinstance(writer, JoiningWriter):
-        writer.hold()
-
-
 def write_to_client(flow: http.HTTPFlow, data: bytes) -> None:
     """Send bytes of a reply's body now: in a ``response`` hook, before mitmproxy ends the reply.
 
     mitmproxy itself can only send what a stream callable returns, which can't wait for anything.
     """
-    writer = _client_writer(flow.client_conn)
-    if writer is None or flow.response is None:
-        return
-    if data and not writer.is_closing():
-        if "chunked" in flow.response.headers.get("transfer-encoding", "").lower():
-            data = b"%x\r\n%b\r\n" % (len(data), data)
-        known = ctx.master.addons.get(_ClientTls.name)
-        for connection in reversed(known.connections(flow.client_conn)):
-            data = _encrypted(connection, data)
-        writer.write(data)
-    if isinstance(writer, JoiningWriter):
-        writer.release()
-
-
-def _client_writer(client: Client) -> Any:
-    """Return what writes to a client, None if its connection has ended."""
-    handler = ctx.master.addons.get("proxyserver").connections.get(client.id)
+    server = ctx.master.addons.get("proxyserver")
+    handler = server.connections.get(flow.client_conn.id)
     transport = handler.transports.get(handler.client) if handler else None
-    return transport.writer if transport is not None else None
+    if transport is None or flow.response is None:
+        return
+    if "chunked" in flow.response.headers.get("transfer-encoding", "").lower():
+        data = b"%x\r\n%b\r\n" % (len(data), data)
+    known = ctx.master.addons.get(_ClientTls.name)
+    for connection in reversed(known.connections(flow.client_conn)):
+        data = _encrypted(connection, data)
+    if not transport.writer.is_closing():
+        transport.writer.write(data)
 
 
 def _encrypted(connection: SSL.Connection, data: bytes) -> bytes:
@@ -244,22 +220,15 @@ def pass_reset_on(flow: http.HTTPFlow) -> bool:
 
 def _end_with_reset(client: Client) -> None:
     """Let a client's connection, when it is closed, be reset."""
-    writer = _client_writer(client)
-    if isinstance(writer, asyncio.StreamWriter):
-        sock = writer.get_extra_info("socket")
+    handler = ctx.master.addons.get("proxyserver").connections.get(client.id)
+    transport = handler.transports.get(handler.client) if handler else None
+    if transport is not None and isinstance(transport.writer, asyncio.StreamWriter):
+        sock = transport.writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-class _Connections:
-    """Addon that joins writes to upstreams, and lets a refused connection be a reset one for the
-    client: nearest to what it would be without us.
-    """
-
-    def server_connected(self, data: ServerConnectionHookData) -> None:
-        handler = ctx.master.addons.get("proxyserver").connections.get(data.client.id)
-        transport = handler.transports.get(data.server) if handler else None
-        if transport is not None and isinstance(transport.writer, asyncio.StreamWriter):
-            transport.writer = JoiningWriter(transport.writer, transport.reader)
+class _Refusals:
+    """Addon that makes a refused connection a reset one: nearest to what it would be without us."""
 
     def server_connect_error(self, data: ServerConnectionHookData) -> None:
         _end_with_reset(data.client)

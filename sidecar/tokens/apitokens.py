@@ -16,6 +16,8 @@ import json
 import re
 from collections.abc import Collection
 
+import msgspec
+
 from sidecar.bodies import jsontext
 from sidecar.bodies.jsontext import Member
 from sidecar.tokens.splice import Field
@@ -27,10 +29,13 @@ _OURS: dict[str, Field] = {
     "token_ids": "return_token_ids",
     "logprobs": "logprobs",
 }
+_NULL = {key: b'"%b":null' % key.encode() for key in (*_OURS, "finish_reason")}
 _DONE = b"[DONE]"
 _DATA = b"data:"
 _line_end = re.compile(rb"\r\n|\n|\r")
 _empty = re.compile(rb"\{[ \t\n\r]*\}")
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_objects = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 
 
 class SseCutter:
@@ -181,6 +186,65 @@ def _cut(text: bytes, added: Collection[Field]) -> _Cut:
     Raises:
         ValueError: the text is not a JSON object, or not shaped like a reply.
     """
+    return _cut_compact(text, added) or _cut_any(text, added)
+
+
+def _cut_compact(text: bytes, added: Collection[Field]) -> _Cut | None:
+    """Do as ``_cut_any``, many times faster, for text spelled as vLLM does; None for any other.
+
+    Without blanks, repeated keys and escapes in keys an object is its members joined, which the
+    comparisons make sure of.
+    """
+    try:
+        text.decode()
+        found = _object.decode(text)
+        listed = found.get("choices")
+        choices = [] if listed is None else [_spelled(one) for one in _objects.decode(listed)]
+    except (ValueError, RecursionError, msgspec.DecodeError):
+        return None
+    reply = _spelled(found)
+    if _joined(reply) != text or (listed is not None and _list(choices) != reply["choices"]):
+        return None
+    if not choices and reply.get("prompt_token_ids") in (None, _NULL["prompt_token_ids"]):
+        return _Cut(text, "", False)
+    kept = [reply[key] for key in _KEPT_OF_REPLY if key in reply]
+    lines = [
+        b"{%b}" % b",".join([choice[key] for key in _KEPT_OF_CHOICE if key in choice])
+        for choice in choices
+    ]
+    kept.append(b'"choices":[' + b",".join(lines) + b"]")
+    ours = (
+        "return_token_ids" in added
+        and len(choices) == 1
+        and _empty.fullmatch(choices[0].get("delta", b""), len(b'"delta":')) is not None
+        and choices[0].get("finish_reason") in (None, _NULL["finish_reason"])
+        and choices[0].get("token_ids") not in (None, _NULL["token_ids"])
+    )
+    for key, field in _OURS.items():
+        if field in added:
+            for holder in (reply, *choices) if key == "prompt_token_ids" else choices:
+                if key in holder:
+                    holder[key] = _NULL[key]
+    if listed is not None:
+        reply["choices"] = _list(choices)
+    return _Cut(_joined(reply), (b"{" + b",".join(kept) + b"}").decode(), ours)
+
+
+def _spelled(values: dict[str, msgspec.Raw]) -> dict[str, bytes]:
+    """Return an object's members, each with its key."""
+    return {key: b'"%b":%b' % (key.encode(), values[key]) for key in values}
+
+
+def _joined(members: dict[str, bytes]) -> bytes:
+    return b"{%b}" % b",".join(members.values())
+
+
+def _list(choices: list[dict[str, bytes]]) -> bytes:
+    return b'"choices":[%b]' % b",".join(map(_joined, choices))
+
+
+def _cut_any(text: bytes, added: Collection[Field]) -> _Cut:
+    """Do as ``_cut``, however the text is spelled."""
     reply = jsontext.top_level(text)
     kept = [text[reply[key].start : reply[key].end] for key in _KEPT_OF_REPLY if key in reply]
     found = [reply["prompt_token_ids"]] if _has_value(text, reply, "prompt_token_ids") else []

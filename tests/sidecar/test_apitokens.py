@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sidecar.tokens import apitokens
 from sidecar.tokens.apitokens import BodyCutter, SseCutter
 from sidecar.tokens.splice import Field
 from sidecar.tokens.strip import Cutter
@@ -125,3 +126,54 @@ def test_an_error_body_goes_on() -> None:
     body = b'{"error":{"message":"no","token_ids":[1]}}'
     cutter = BodyCutter(ADDED)
     assert run(cutter, [body]) == body and cutter.lines == []
+
+
+NULL_OR = st.none() | st.sampled_from(["[1,2]", "{}", "x", [7], {"a": []}, {}])
+CHOICE = st.dictionaries(
+    st.sampled_from(
+        ["index", "delta", "logprobs", "finish_reason", "token_ids", "prompt_token_ids", "é"]
+    ),
+    NULL_OR,
+)
+REPLY = st.fixed_dictionaries(
+    {},
+    optional={
+        "id": st.text(max_size=3),
+        "choices": st.lists(CHOICE, max_size=3),
+        "prompt_token_ids": NULL_OR,
+        "token_ids": NULL_OR,
+        "usage": NULL_OR,
+    },
+)
+FIELDS: st.SearchStrategy[frozenset[Field]] = st.sampled_from(
+    [ADDED, frozenset[Field]({"logprobs"}), frozenset[Field]({"return_token_ids"})]
+)
+
+
+@given(REPLY, st.booleans(), FIELDS)
+def test_the_fast_way_cuts_as_the_general_one_does(
+    reply: dict[str, object], ascii_only: bool, added: frozenset[Field]
+) -> None:
+    text = json.dumps(reply, separators=(",", ":"), ensure_ascii=ascii_only).encode()
+    fast, general = apitokens._cut_compact(text, added), apitokens._cut_any(text, added)
+    if fast is None:
+        assert ascii_only  # The key is spelled with an escape.
+        return
+    assert (fast.text, fast.line, fast.ours) == (general.text, general.line, general.ours)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"id": "c"}',
+        b'{"id":"c","id":"d"}',
+        b'{"choices":[{"index":0,"index":1}]}',
+        b'{"choices":[ {}]}',
+        b'{"token_\\u0069ds":[1]}',
+        b'\xef\xbb\xbf{"id":"c"}',
+        b'{"id":"\xff"}',
+        b'{"id":"c"} ',
+    ],
+)
+def test_the_fast_way_leaves_text_that_is_spelled_otherwise_alone(text: bytes) -> None:
+    assert apitokens._cut_compact(text, ADDED) is None

@@ -87,7 +87,6 @@ def capture(sink, sent, metrics, known) -> Capture:
         sources,
         sink,
         FakePuller(),
-        lambda _: None,
         write,
         lambda _: False,
         metrics,
