@@ -198,8 +198,12 @@ class _Suite:
 def _ways(case: Case) -> list[str]:
     """Return the ways that make a difference for a case.
 
-    ``api`` is ``none`` for other protocols; what is large goes without ``none`` for the time it
-    takes.
+    ``api`` is ``none`` for other protocols. Without tokens nothing is held back or cut, whatever
+    the protocol; what is large goes without ``none`` for the time it takes.
     """
-    ways = [way for way in THROUGH if way != "api" or case.protocol in ("chat", "completions")]
-    return [way for way in ways if way != "none" or not case.heavy]
+    ways = ["tap"]
+    if case.protocol in ("chat", "completions"):
+        ways.append("api")
+    if case.protocol in ("chat", "other") and not case.heavy:
+        ways.append("none")
+    return ways

@@ -22,7 +22,7 @@ from tests.loop.conftest import RIDEALONG
 
 pytestmark = pytest.mark.vllm
 
-STEPS = 3
+STEPS = 2
 SECONDS = 900
 
 
@@ -148,7 +148,7 @@ def test_the_loop_survives_kill_9_of_each_program(tmp_path: Path, smol_model: Pa
     assert report["seed"] == 5
     assert report["checks"]["calls"] >= 64 and report["checks"]["failed"] == 0
     assert report["logprob_abs_diff_mean"] < 0.02
-    assert [v["version"] for v in report["versions"]] == ["v1", "v2", "v3"]
+    assert [v["version"] for v in report["versions"]] == ["v1", "v2"]
     for version in report["versions"]:
         assert version["samples"] <= version["sampled_tokens"]
         assert version["staleness_max"] <= 1
