@@ -108,7 +108,7 @@ class Access:
         """Return who the proxy credentials are: a key's run, else the user name as it is given."""
         if not authorization:
             return Admission(None)
-        user = _user(authorization)
+        user = run_of(authorization)
         for text in _credentials(authorization):
             run = self._keys.verify(text)
             if run is not None:
@@ -139,9 +139,12 @@ def _credentials(value: str) -> list[str]:
     return [rest if scheme.lower() == "bearer" and rest else value.strip()]
 
 
-def _user(authorization: str) -> str | None:
-    """Return the user name of Basic credentials, None if it can't be a run id."""
-    scheme, _, rest = authorization.strip().partition(" ")
+def run_of(authorization: str | None) -> str | None:
+    """Return the run that proxy credentials name: the user name of Basic ones (RFC 7617).
+
+    None if that can't be a run id.
+    """
+    scheme, _, rest = (authorization or "").strip().partition(" ")
     user = _basic(rest.strip())[0] if scheme.lower() == "basic" else ""
     return user if is_run(user) else None
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from mitmproxy import http
 from mitmproxy.net.http import url
 
+from sidecar.access.admission import run_of
 from sidecar.bodies import body
 from sidecar.routing import routes
 from sidecar.routing.addresses import Upstream
 from sidecar.routing.intercept import Interception
 from sidecar.routing.upstreams import Headers, Health, Target, Targets
-from sidecar.routing.ways import ProxyCredentials, names_of, run_of, way_of
+from sidecar.routing.ways import ProxyCredentials, names_of, way_of
 from sidecar.traces.record import Way
 
 # What harnesses send to name a session: calls of one should find their prefix cache.

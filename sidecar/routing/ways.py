@@ -4,8 +4,6 @@ Each way has listening sockets of its own; mitmproxy's mode for it says how a co
 """
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import socket
 import ssl
@@ -19,7 +17,6 @@ from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 from deploy.errors import UserError
 from sidecar.access import tls
 from sidecar.access.ca import Authority
-from sidecar.access.keys import is_run
 from sidecar.config import SidecarConfig
 from sidecar.routing import addresses
 from sidecar.routing.addresses import Address
@@ -188,15 +185,3 @@ class ProxyCredentials:
         for name in _PROXY_HEADERS:
             headers.pop(name, None)
         return found
-
-
-def run_of(authorization: str | None) -> str | None:
-    """Return the run that proxy credentials name: the user name of Basic ones (RFC 7617)."""
-    scheme, _, encoded = (authorization or "").strip().partition(" ")
-    if scheme.lower() != "basic":
-        return None
-    try:
-        user = base64.b64decode(encoded.strip(), validate=True).decode().partition(":")[0]
-    except (binascii.Error, UnicodeDecodeError):
-        return None
-    return user if is_run(user) else None

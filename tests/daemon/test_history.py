@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from daemon import ingest, replay
 from daemon.ingest import Ingester
 from daemon.state import State
@@ -15,20 +13,6 @@ from tests.daemon.recorded import exchange
 from tests.daemon.test_ingest import calls, faults
 
 PROMPT = [1000 + number for number in range(400)]
-
-
-@pytest.fixture
-def traces(tmp_path):
-    folder = tmp_path / "traces"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def state(tmp_path):
-    opened = State(tmp_path / "daemon.db")
-    yield opened
-    opened.close()
 
 
 def turn(number: int) -> Record:

@@ -18,25 +18,6 @@ from sidecar.traces.shards import SUFFIX, ShardEncoder, read_frames
 from tests.daemon.recorded import append, exchange
 
 
-@pytest.fixture
-def traces(tmp_path):
-    folder = tmp_path / "traces"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def state(tmp_path):
-    opened = State(tmp_path / "daemon.db")
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def ingester(traces, state):
-    return Ingester(traces, state)
-
-
 def calls(state: State) -> dict[str, tuple[str, str]]:
     return {r["id"]: (r["status"], r["reason"]) for r in state.rows("SELECT * FROM calls")}
 

@@ -21,25 +21,6 @@ TITLE = [{"role": "system", "content": "You are a title generator."}, *HI]
 
 
 @pytest.fixture
-def traces(tmp_path):
-    folder = tmp_path / "traces"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def state(tmp_path):
-    opened = State(tmp_path / "daemon.db")
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
-def ingester(traces, state):
-    return Ingester(traces, state)
-
-
-@pytest.fixture
 async def daemon(tmp_path):
     running: list[Running] = []
 
