@@ -22,7 +22,7 @@ from trainer.swap.config import SwapConfig
 pytestmark = pytest.mark.vllm
 
 # Long enough that a fast machine has not sent it all before the swap begins.
-LENGTH = 1200
+LENGTH = 400
 CANARY_IDS = [1, 504, 2365, 282, 4649, 314, 260, 1107, 282, 253, 2591, 30]
 
 

@@ -137,6 +137,7 @@ def test_a_vllm_without_our_plugins_serves_on(smol_model: Path, tmp_path: Path) 
         **os.environ,
         "VLLM_PLUGINS": "",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }

@@ -45,6 +45,7 @@ def test_cpu_defaults(model: Path) -> None:
     assert env["VLLM_PLUGINS"] == "ridealong"
     assert env["VLLM_SERVER_DEV_MODE"] == "1"
     assert env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert env["TORCHDYNAMO_DISABLE"] == "1"  # The first sampled call must not wait for a compiler.
     assert env["RIDEALONG_WEIGHT_VERSION"] == "v0"
 
 
@@ -55,6 +56,7 @@ def test_gpu_defaults(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--enforce-eager" not in argv
     assert flag(argv, "--kv-cache-memory-bytes") == str(2 * 2**30)
     assert "VLLM_CPU_KVCACHE_SPACE" not in env
+    assert "TORCHDYNAMO_DISABLE" not in env
 
 
 def test_settings_and_extra_flags(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,9 @@ from trainer.swap.client import (
 from trainer.swap.config import SwapConfig
 from trainer.swap.watchdog import unpause_orphans
 
-CONFIG = SwapConfig(admin_timeout_s=0.5, update_timeout_s=0.5, resume_attempts=3)
+CONFIG = SwapConfig(resume_attempts=3)
+# For steps that hang. A busy machine must still answer the other steps in time.
+HASTY = msgspec.structs.replace(CONFIG, admin_timeout_s=1.5, update_timeout_s=1.5)
 CANARY = Canary([4, 5, 6], [-1.0, -2.0])
 V0 = ("v0", Path("/weights/v0"), CANARY)
 
@@ -53,7 +55,7 @@ class FakeFaultyEngine:
             fault = self.faults[path].pop(0)
             if fault == "hang":
                 self.hanging.set()
-                await asyncio.sleep(2)
+                await asyncio.sleep(2 * HASTY.admin_timeout_s)
             elif fault is not None:
                 return fault
         if abandoned:
@@ -104,6 +106,11 @@ async def engine(fake: FakeFaultyEngine) -> AsyncIterator[Engine]:
         yield Engine(str(server.make_url("")), CONFIG)
 
 
+@pytest.fixture
+def hasty_engine(engine: Engine) -> Engine:
+    return Engine(engine.url, HASTY)
+
+
 def error(message: str = "broken") -> web.Response:
     return web.json_response({"error": {"message": message}}, status=500)
 
@@ -128,11 +135,11 @@ async def test_order_of_a_swap(fake: FakeFaultyEngine, engine: Engine) -> None:
 @pytest.mark.parametrize("step", ["/pause", "/update_weights", "/finish_weight_update"])
 @pytest.mark.parametrize("fault", ["error", "hang"])
 async def test_resumed_whatever_fails(
-    fake: FakeFaultyEngine, engine: Engine, step: str, fault: str
+    fake: FakeFaultyEngine, hasty_engine: Engine, step: str, fault: str
 ) -> None:
     fake.faults[step] = [error() if fault == "error" else "hang"]
     with pytest.raises(SwapFailed, match=step):
-        await engine.publish("v1", Path("/weights/v1"), CANARY, None)
+        await hasty_engine.publish("v1", Path("/weights/v1"), CANARY, None)
     assert not fake.paused
     assert fake.log[-1] == "/resume"
     if step != "/pause":
@@ -164,7 +171,7 @@ async def test_resume_is_tried_again(fake: FakeFaultyEngine, engine: Engine) -> 
 
 
 async def test_resume_that_never_works_is_an_error(fake: FakeFaultyEngine, engine: Engine) -> None:
-    fake.faults["/resume"] = [error()] * CONFIG.resume_attempts
+    fake.faults["/resume"] = [error() for _ in range(CONFIG.resume_attempts)]
     with pytest.raises(SwapFailed, match="could not be resumed"):
         await engine.publish("v1", Path("/weights/v1"), CANARY, None)
 
@@ -247,12 +254,12 @@ async def test_watchdog_wants_two_looks(fake: FakeFaultyEngine, engine: Engine) 
 
 
 async def test_watchdog_leaves_a_running_publication_alone(
-    fake: FakeFaultyEngine, engine: Engine
+    fake: FakeFaultyEngine, hasty_engine: Engine
 ) -> None:
     fake.faults["/update_weights"] = ["hang"]
-    watchdog = asyncio.create_task(unpause_orphans(engine, poll_s=0.05))
+    watchdog = asyncio.create_task(unpause_orphans(hasty_engine, poll_s=0.05))
     with pytest.raises(SwapFailed):
-        await engine.publish("v1", Path("/weights/v1"), CANARY, None)
+        await hasty_engine.publish("v1", Path("/weights/v1"), CANARY, None)
     watchdog.cancel()
     assert fake.log.count("/resume") == 1
 
