@@ -67,6 +67,8 @@ class Call:
         self.status: int | None = None
         self.streamed = False
         """The reply is an event stream."""
+        self.framed = False
+        """The reply says itself where it ends."""
         self.whole = False
         """The reply's body changes its length on the way, so all of it has to be here first."""
         self.pulled: list[str] | None = None
@@ -122,8 +124,11 @@ class Call:
         fields = {name.lower(): value for name, value in headers}
         self.streamed = fields.get("content-type", "").startswith("text/event-stream")
         length = tapped = None
-        if "transfer-encoding" not in fields:
+        if "transfer-encoding" in fields:
+            self.framed = fields["transfer-encoding"].lower() == "chunked"
+        else:
             length = _length(fields.get("content-length"))
+            self.framed = length is not None
         if self.nonce and length is not None and not self.streamed:
             tapped = _length(fields.get(wire.LENGTH_HEADER))
             if tapped is not None and tapped > length:

@@ -209,11 +209,12 @@ class Capture:
 
     async def response(self, flow: http.HTTPFlow) -> None:
         since = time.perf_counter()
+        call = self._call(flow)
         # A reply without a length ends with its connection, and mitmproxy takes every end for one.
-        reset = _ends_with_connection(flow) and self._pass_reset_on(flow)
+        framed = call is not None and call.framed
+        reset = not framed and _ends_with_connection(flow) and self._pass_reset_on(flow)
         outcome: Outcome = "upstream_error" if reset else "complete"
         error = "the upstream reset the connection" if reset else None
-        call = self._call(flow)
         if call is None:
             return
         if call.whole:
@@ -308,15 +309,11 @@ class Capture:
             del request.headers[name]
         if admission.run is not None and admission.run != plan.run:
             plan = replace(plan, run=admission.run)
-        headers = [(name, value) for name, value in asked if name.lower() != wire.HEADER]
-        if len(headers) != len(asked):
-            del request.headers[wire.HEADER]
-        _stay_with_http1(request.headers)
-        session = ", ".join(value for name, value in asked if name.lower() == SESSION_HEADER)
+        headers, session = _take_out(request.headers, asked)
         host, port, *_ = flow.client_conn.peername or ("", 0)
         call = Call(
             route=route,
-            session=Session(admission.run, session or None, f"{host}:{port}", plan.way),
+            session=Session(admission.run, session, f"{host}:{port}", plan.way),
             method=method,
             headers=headers,
             started=request.timestamp_start,
@@ -562,6 +559,24 @@ class Capture:
     def _fault(self, what: str) -> None:
         self._metrics.faults.inc()
         _log.exception("capturing failed, the traffic goes on: %s", what)
+
+
+def _take_out(headers: http.Headers, asked: Headers) -> tuple[Headers, str | None]:
+    """Take out of a head what would make the reply another one.
+
+    ``asked``: its fields. Returns those that are recorded, and the session that they name.
+    """
+    recorded, sessions = asked, []
+    for name, value in asked:
+        lower = name.lower()
+        if lower == SESSION_HEADER:
+            sessions.append(value)
+        elif lower == "upgrade":
+            _stay_with_http1(headers)
+        elif lower == wire.HEADER:
+            recorded = [field for field in asked if field[0].lower() != wire.HEADER]
+            headers.pop(wire.HEADER, None)
+    return recorded, ", ".join(sessions) or None
 
 
 def _stay_with_http1(headers: http.Headers) -> None:

@@ -60,15 +60,16 @@ class Proxy:
         self._ready = _Ready()
         self._no_authority: tempfile.TemporaryDirectory[str] | None = None
         self._master.addons.add(
-            core.Core(),
-            block.Block(),
-            disable_h2c.DisableH2C(),
-            self._connections,
-            next_layer.NextLayer(),
-            _ClientTls(),
-            _Refusals(),
-            capture,
-            *addons,
+            _Together(
+                core.Core(),
+                block.Block(),
+                disable_h2c.DisableH2C(),
+                self._connections,
+                next_layer.NextLayer(),
+                _Connections(),
+                capture,
+                *addons,
+            ),
             self._ready,
         )
         if key_folder is None and tls_upstream:
@@ -178,18 +179,23 @@ def write_to_client(flow: http.HTTPFlow, data: bytes) -> None:
 
     mitmproxy itself can only send what a stream callable returns, which can't wait for anything.
     """
-    server = ctx.master.addons.get("proxyserver")
-    handler = server.connections.get(flow.client_conn.id)
-    transport = handler.transports.get(handler.client) if handler else None
-    if transport is None or flow.response is None:
+    writer = _client_writer(flow.client_conn)
+    if writer is None or flow.response is None:
         return
     if "chunked" in flow.response.headers.get("transfer-encoding", "").lower():
         data = b"%x\r\n%b\r\n" % (len(data), data)
-    known = ctx.master.addons.get(_ClientTls.name)
-    for connection in reversed(known.connections(flow.client_conn)):
+    known = ctx.master.addons.get(_Connections.name)
+    for connection in reversed(known.tls(flow.client_conn)):
         data = _encrypted(connection, data)
-    if not transport.writer.is_closing():
-        transport.writer.write(data)
+    if not writer.is_closing():
+        writer.write(data)
+
+
+def _client_writer(client: Client) -> Any:
+    """Return what writes to a client's connection, None if it has ended."""
+    handler = ctx.master.addons.get("proxyserver").connections.get(client.id)
+    transport = handler.transports.get(handler.client) if handler else None
+    return transport.writer if transport is not None else None
 
 
 def _encrypted(connection: SSL.Connection, data: bytes) -> bytes:
@@ -220,38 +226,47 @@ def pass_reset_on(flow: http.HTTPFlow) -> bool:
 
 def _end_with_reset(client: Client) -> None:
     """Let a client's connection, when it is closed, be reset."""
-    handler = ctx.master.addons.get("proxyserver").connections.get(client.id)
-    transport = handler.transports.get(handler.client) if handler else None
-    if transport is not None and isinstance(transport.writer, asyncio.StreamWriter):
-        sock = transport.writer.get_extra_info("socket")
+    writer = _client_writer(client)
+    if isinstance(writer, asyncio.StreamWriter):
+        sock = writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-class _Refusals:
-    """Addon that makes a refused connection a reset one: nearest to what it would be without us."""
+class _Together:
+    """Addons that mitmproxy calls in one go: guarding each of its calls costs it more than most of
+    them do. An addon that fails ends the event for those behind it.
+    """
 
-    def server_connect_error(self, data: ServerConnectionHookData) -> None:
-        _end_with_reset(data.client)
+    name = "ridealong"
+
+    def __init__(self, *addons: object) -> None:
+        self.addons = addons
 
 
-class _ClientTls:
-    """Addon that knows the TLS connections of clients which mitmproxy itself ends."""
+class _Connections:
+    """Addon that sees connections come and go."""
 
-    name = "ridealong-client-tls"
+    name = "ridealong-connections"
 
     def __init__(self) -> None:
-        self._connections: dict[str, list[SSL.Connection]] = {}
+        self._tls: dict[str, list[SSL.Connection]] = {}
 
-    def connections(self, client: Client) -> list[SSL.Connection]:
-        """Return a client's TLS connections; a later one is inside the earlier."""
-        return self._connections.get(client.id, [])
+    def tls(self, client: Client) -> list[SSL.Connection]:
+        """Return a client's TLS connections that mitmproxy itself ends; a later one is inside the
+        earlier.
+        """
+        return self._tls.get(client.id, [])
+
+    def server_connect_error(self, data: ServerConnectionHookData) -> None:
+        """Make a refused connection a reset one: nearest to what it would be without us."""
+        _end_with_reset(data.client)
 
     def tls_established_client(self, data: TlsData) -> None:
         assert data.ssl_conn is not None
-        self._connections.setdefault(data.conn.id, []).append(data.ssl_conn)
+        self._tls.setdefault(data.conn.id, []).append(data.ssl_conn)
 
     def client_disconnected(self, client: Client) -> None:
-        self._connections.pop(client.id, None)
+        self._tls.pop(client.id, None)
 
 
 class _Ready:

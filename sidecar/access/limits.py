@@ -24,6 +24,8 @@ from mitmproxy.proxy.layers.http import (
 from mitmproxy.proxy.layers.http._events import (
     RequestData,
     RequestProtocolError,
+    ResponseData,
+    ResponseHeaders,
     ResponseProtocolError,
 )
 from mitmproxy.proxy.layers.http._http1 import Http1Server
@@ -154,6 +156,7 @@ class _Server(Http1Server):
         self.buf: _Buffer = _Buffer(limits)
         self._limits = limits
         self._report = refused
+        self._chunked = False
 
     def read_headers(self, event: events.ConnectionEvent) -> layer.CommandGenerator[None]:
         self.buf.skip_blank_lines()
@@ -213,6 +216,17 @@ class _Server(Http1Server):
     def send(self, event: Any) -> layer.CommandGenerator[None]:
         if self.state in (self._linger, self.done):
             return  # The reply to a refused request has been sent.
+        if isinstance(event, ResponseData):
+            # As mitmproxy's own, which looks through the reply's header for every piece.
+            data = event.data
+            if self._chunked:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            if data:
+                yield commands.SendData(self.conn, data)
+            return
+        if isinstance(event, ResponseHeaders):
+            fields = event.response.headers
+            self._chunked = "chunked" in fields.get("transfer-encoding", "").lower()
         if (
             isinstance(event, ResponseProtocolError)
             and event.code is ErrorCode.REQUEST_VALIDATION_FAILED

@@ -50,12 +50,13 @@ class Metrics:
         self._added: dict[Phase, Histogram] = {
             phase: added.labels(phase) for phase in get_args(Phase)
         }
-        self._bytes = Counter(
+        body_bytes = Counter(
             "ridealong_sidecar_body_bytes",
             "Body bytes of model calls, as the agent sent or received them.",
             ["direction"],
             registry=self.registry,
         )
+        self._bytes_in, self._bytes_out = body_bytes.labels("request"), body_bytes.labels("reply")
         self._chunks = Counter(
             "ridealong_sidecar_stream_chunks",
             "Pieces of reply bodies forwarded.",
@@ -103,8 +104,8 @@ class Metrics:
         """Count a call that has ended."""
         self._calls.labels(call.route, outcome, call.token_source).inc()
         self._seconds.labels(call.route).observe(seconds)
-        self._bytes.labels("request").inc(call.bytes_in)
-        self._bytes.labels("reply").inc(call.bytes_out)
+        self._bytes_in.inc(call.bytes_in)
+        self._bytes_out.inc(call.bytes_out)
         self._chunks.inc(call.chunks)
         self._tap_lines.inc(len(call.tap_lines))
 

@@ -33,9 +33,9 @@ class Client(Http1Client):
         yield from super().read_headers(event)
 
     def read_body(self, event: events.Event) -> layer.CommandGenerator[None]:
-        if not isinstance(self.body_reader, _Body):
+        if type(self.body_reader) is not _Body:
             self.body_reader = _Body(self.body_reader)  # type: ignore[assignment]
-        yield from super().read_body(event)
+        return super().read_body(event)
 
 
 class _Body:
@@ -46,7 +46,7 @@ class _Body:
 
     def __call__(self, buffer: ReceiveBuffer) -> Any:
         event = self._reader(buffer)
-        return h11.EndOfMessage() if isinstance(event, h11.EndOfMessage) else event
+        return h11.EndOfMessage() if type(event) is h11.EndOfMessage else event
 
     def read_eof(self) -> Any:
         return self._reader.read_eof()

@@ -85,6 +85,8 @@ def last_event(call: Route, text: bytes, at_line_start: bool = True) -> int:
     ``at_line_start``: ``text`` itself begins at the start of a line.
     """
     for start in _LAST_EVENT.get(call, ()):
+        if start not in text:
+            continue
         if at_line_start and text.startswith(start):
             return 0
         newline = text.find(b"\n" + start)

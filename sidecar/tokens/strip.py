@@ -44,6 +44,13 @@ class SseCutter:
         self._at_line_start = True
 
     def feed(self, data: bytes) -> bytes:
+        if self._line is None and self._at_line_start and not self.held and data.endswith(b"\n"):
+            # As nearly always: whole lines, the first of them or none a tap line.
+            end = data.index(b"\n") + 1 if data.startswith(self._marker) else 0
+            if data.find(self._marker, end) < 0:
+                if end:
+                    self._keep(data[len(self._marker) : end - 1])
+                return data[end:]
         passed: list[bytes] = []
         if self.held:
             data, self.held = self.held + data, b""
@@ -76,9 +83,12 @@ class SseCutter:
             self._line += data[position:]
             return len(data)
         self._line += data[position:end]
-        self.lines.append(self._line.decode("utf-8", "replace"))
+        self._keep(self._line)
         self._line = None
         return end + 1
+
+    def _keep(self, line: bytes | bytearray) -> None:
+        self.lines.append(line.decode("utf-8", "replace"))
 
     def _next_marker(self, data: bytes, position: int) -> int:
         """Return where the next (possible start of a) tap line begins; it is past ``position``."""

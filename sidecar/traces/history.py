@@ -196,12 +196,14 @@ class History:
     def _base(self, key: str, texts: Texts) -> tuple[_Kept, list[_Run]] | None:
         """Find the record whose body shares most with this one's, and what.
 
-        Subagents take turns, so it need not be the last one.
+        Subagents take turns, so it need not be the last one. The one that begins most like this one
+        is most likely it, and then the others need not be looked through.
         """
         best: tuple[_Kept, list[_Run]] | None = None
         most = -1
-        for place in reversed(self._by_key.get(key, ())):
-            kept = self._kept[place]
+        candidates = [self._kept[place] for place in reversed(self._by_key.get(key, ()))]
+        candidates.sort(key=lambda kept: -_common_start(kept.texts.body, texts.body))
+        for kept in candidates:
             runs = _runs(kept.texts.body, texts.body)
             shared = sum(length for _, _, length in runs)
             if shared > most:
@@ -322,6 +324,10 @@ def _inner_runs(base: bytes, text: bytes, prefix: int, suffix: int) -> list[_Run
         runs.append((found - back, piece - back, length))
         there, here, skip = found - back + length, piece - back + length, 0
     return runs
+
+
+def _common_start(a: bytes, b: bytes) -> int:
+    return _common_prefix(a, 0, b, 0, min(len(a), len(b)))
 
 
 def _common_prefix(a: bytes, at_a: int, b: bytes, at_b: int, limit: int) -> int:
