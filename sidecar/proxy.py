@@ -18,8 +18,10 @@ from typing import Any
 
 from mitmproxy import ctx, http, options
 from mitmproxy.addons import block, core, disable_h2c, next_layer, proxyserver, tlsconfig
-from mitmproxy.connection import Client
+from mitmproxy.connection import Client, ConnectionState, Server
 from mitmproxy.master import Master
+from mitmproxy.proxy import layer
+from mitmproxy.proxy.layers.http import HttpLayer
 from mitmproxy.proxy.mode_servers import ServerInstance
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 from mitmproxy.tls import TlsData
@@ -232,6 +234,22 @@ def _end_with_reset(client: Client) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
+def forget_closed(known: HttpLayer) -> None:
+    """Drop upstream connections that have ended; between two requests of a client.
+
+    mitmproxy keeps them as long as the client's connection lasts, and looks through them for every
+    request. Those that failed to open stay: it tells by them.
+    """
+    for connection in [*known.connections]:
+        if (
+            isinstance(connection, Server)
+            and connection.state is ConnectionState.CLOSED
+            and connection.timestamp_end is not None
+            and connection is not known.context.server
+        ):
+            del known.connections[connection]
+
+
 class _Together:
     """Addons that mitmproxy calls in one go: guarding each of its calls costs it more than most of
     them do. An addon that fails ends the event for those behind it.
@@ -250,12 +268,25 @@ class _Connections:
 
     def __init__(self) -> None:
         self._tls: dict[str, list[SSL.Connection]] = {}
+        self._http: dict[str, list[HttpLayer]] = {}
 
     def tls(self, client: Client) -> list[SSL.Connection]:
         """Return a client's TLS connections that mitmproxy itself ends; a later one is inside the
         earlier.
         """
         return self._tls.get(client.id, [])
+
+    def next_layer(self, choice: layer.NextLayer) -> None:
+        """Note what speaks HTTP with a client, one inside the other in a tunnel."""
+        chosen: Any = choice.layer
+        while chosen is not None:
+            if isinstance(chosen, HttpLayer):
+                self._http.setdefault(chosen.context.client.id, []).append(chosen)
+            chosen = getattr(chosen, "child_layer", None)
+
+    def requestheaders(self, flow: http.HTTPFlow) -> None:
+        for known in self._http.get(flow.client_conn.id, []):
+            forget_closed(known)
 
     def server_connect_error(self, data: ServerConnectionHookData) -> None:
         """Make a refused connection a reset one: nearest to what it would be without us."""
@@ -267,6 +298,7 @@ class _Connections:
 
     def client_disconnected(self, client: Client) -> None:
         self._tls.pop(client.id, None)
+        self._http.pop(client.id, None)
 
 
 class _Ready:
