@@ -53,7 +53,9 @@ fi
 say "installing Ridealong and its $engine engine into $venv (about 7 GB, minutes on a first run)"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check 'uv>=0.9' 2>&1 | grep -v '^WARNING' || true
 # The environment's own pip may have been told about mirrors and certificates; uv asks the system's.
+# Compiled now: where Python may not write bytecode, every start would compile torch and vLLM anew.
 UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1 VIRTUAL_ENV="$PWD/$venv" "$venv/bin/uv" pip install --quiet \
+  --compile-bytecode \
   --constraint "deploy/constraints-$engine.txt" --override "deploy/overrides-$engine.txt" \
   --editable ".[learner,$engine,demo,test]"
 printf '%s' "$stamp" > "$venv/.ridealong"
