@@ -28,6 +28,7 @@ from mitmproxy.tls import TlsData
 from OpenSSL import SSL
 
 from sidecar.access import tls
+from sidecar.access.limits import http_layers
 from sidecar.capture import Capture
 from sidecar.routing import replies
 from sidecar.routing.ways import Listener
@@ -278,11 +279,8 @@ class _Connections:
 
     def next_layer(self, choice: layer.NextLayer) -> None:
         """Note what speaks HTTP with a client, one inside the other in a tunnel."""
-        chosen: Any = choice.layer
-        while chosen is not None:
-            if isinstance(chosen, HttpLayer):
-                self._http.setdefault(chosen.context.client.id, []).append(chosen)
-            chosen = getattr(chosen, "child_layer", None)
+        for chosen in http_layers(choice):
+            self._http.setdefault(chosen.context.client.id, []).append(chosen)
 
     def requestheaders(self, flow: http.HTTPFlow) -> None:
         for known in self._http.get(flow.client_conn.id, []):

@@ -7,7 +7,7 @@ upstream that an upstream could take for a whole request.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,15 +62,21 @@ class Guard:
 
     def next_layer(self, choice: layer.NextLayer) -> None:
         """mitmproxy's hook: a layer has been chosen, and not been started."""
-        chosen: Any = choice.layer
-        while chosen is not None:
-            if isinstance(chosen, HttpLayer):
-                client = chosen.context.client
-                # Its own is only made where there is none yet.
-                chosen.connections.setdefault(
-                    client, _Server(chosen.context.fork(), self.limits, self._refused)
-                )
-            chosen = getattr(chosen, "child_layer", None)
+        for chosen in http_layers(choice):
+            client = chosen.context.client
+            # Its own is only made where there is none yet.
+            chosen.connections.setdefault(
+                client, _Server(chosen.context.fork(), self.limits, self._refused)
+            )
+
+
+def http_layers(choice: layer.NextLayer) -> Iterator[HttpLayer]:
+    """Yield what of a chosen layer and those inside it speaks HTTP with the client."""
+    chosen: Any = choice.layer
+    while chosen is not None:
+        if isinstance(chosen, HttpLayer):
+            yield chosen
+        chosen = getattr(chosen, "child_layer", None)
 
 
 def discard_body(request: http.Request) -> None:
