@@ -34,6 +34,22 @@ _DONE = b"[DONE]"
 _DATA = b"data:"
 _line_end = re.compile(rb"\r\n|\n|\r")
 _empty = re.compile(rb"\{[ \t\n\r]*\}")
+_STRING = rb'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+"'
+_NATURAL = rb"(?:0|[1-9][0-9]*+)"
+_NATURALS = rb"\[(?:%b(?:,%b)*+)?\]" % (_NATURAL, _NATURAL)
+_NUMBER = rb"-?%b(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?" % _NATURAL
+_LOGPROB = rb'\{"token":%b,"logprob":%b,"bytes":(?:null|%b),"top_logprobs":\[\]\}' % (
+    _STRING,
+    _NUMBER,
+    _NATURALS,
+)
+# A token of a chat's stream: nearly all events are. ``_cut_compact`` reads the rest.
+_token = re.compile(
+    rb'data: \{("id":%b),"object":%b,"created":%b,"model":%b,' % (*[_STRING] * 2, _NATURAL, _STRING)
+    + rb'"choices":\[\{("index":%b),"delta":\{%b:%b\},' % (_NATURAL, _STRING, _STRING)
+    + rb'(?P<logprobs>"logprobs":(?:null|\{"content":\[%b(?:,%b)*+\]\})),' % (_LOGPROB, _LOGPROB)
+    + rb'("finish_reason":null),(?P<ids>"token_ids":(?:null|%b))\}\]\}\n\n' % _NATURALS
+)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _objects = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 
@@ -67,6 +83,11 @@ class SseCutter:
 
     def feed(self, data: bytes) -> bytes:
         """Take the next bytes of the reply; return those that can go on now."""
+        if self._event_begins and not self._line and not self._passing and not self._after_cr:
+            token = _token.fullmatch(data)
+            if token is not None and _is_utf8(data):
+                self._end_passed = True
+                return self._without(token)
         passed = bytearray()
         position = 0
         if self._after_cr and data:
@@ -91,6 +112,19 @@ class SseCutter:
         held = self.held
         self._line.clear()
         return held
+
+    def _without(self, token: re.Match[bytes]) -> bytes:
+        """Take the tokens out of an event that came alone and whole."""
+        id_, index, logprobs, finish, ids = token.groups()
+        line = b'{%b,"choices":[{%b,%b,%b,%b}]}' % (id_, index, finish, ids, logprobs)
+        self.lines.append(line.decode())
+        data = token.string
+        if "logprobs" in self._added:
+            logprobs = _NULL["logprobs"]
+        if "return_token_ids" in self._added:
+            ids = _NULL["token_ids"]
+        before, after = data[: token.start("logprobs")], data[token.end("ids") :]
+        return b"%b%b,%b,%b%b" % (before, logprobs, finish, ids, after)
 
     def _part(self, part: bytes, passed: bytearray) -> None:
         if self._passing:
@@ -167,6 +201,14 @@ class BodyCutter:
         if cut.line:
             self.lines.append(cut.line)
         return cut.text
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class _Cut:

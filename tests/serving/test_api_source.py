@@ -28,6 +28,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
+from sidecar.tokens import apitokens
 from sidecar.tokens.apitokens import BodyCutter, SseCutter
 from sidecar.tokens.splice import Spliced, splice
 from tests.sidecar.test_strip import chunks_of, run
@@ -208,6 +209,17 @@ def test_the_client_gets_what_it_would_have_got(
     hidden = parser and kind == "chat" and fields.get("include_reasoning") is False
     if not hidden:
         _check_tokens(cutter.lines, outputs)
+
+
+def test_a_token_of_a_chat_is_spelled_as_the_quick_way_expects() -> None:
+    spliced = splice("chat", b'{"model":"m","stream":true,"messages":[]}')
+    assert spliced is not None
+    outputs = [[("a", [1], -1.5), ("é\n", [2], -1e-7), ("c", [3], -0.5)]]
+    reply = asyncio.run(_reply("chat", spliced.text, outputs, False))
+    role, *tokens, last, done, end = reply.split(b"\n\n")
+    assert b'"role"' in role and b'"stop"' in last and done == b"data: [DONE]" and not end
+    assert len(tokens) == 2
+    assert all(apitokens._token.fullmatch(token + b"\n\n") for token in tokens)
 
 
 def _check_tokens(lines: list[str], outputs: list[list[tuple[str, list[int], float]]]) -> None:

@@ -22,6 +22,7 @@ CUTS = st.lists(st.integers(min_value=0), max_size=40)
 
 FIRST = b'data: {"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"prompt_token_ids":%s}'  # noqa: E501
 TEXT = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"\\"token_ids\\":[1]"},"logprobs":%s,"finish_reason":null,"token_ids":%s}]}'  # noqa: E501
+TOKEN = b'data: {"id":"c","object":"o","created":1,"model":"m","choices":[{"index":0,"delta":{"content":%s},"logprobs":%s,"finish_reason":null,"token_ids":%s}]}'  # noqa: E501
 EMPTY = b'data: {"id":"c","choices":[{"index":0,"delta":{},"logprobs":%s,"finish_reason":null,"token_ids":%s}]}'  # noqa: E501
 LAST = b'data: {"id":"c","choices":[{"index":0,"delta":{},"logprobs":%s,"finish_reason":"stop","stop_reason":null,"token_ids":%s}]}'  # noqa: E501
 USAGE = b'data: {"id":"c","choices":[],"usage":{"prompt_tokens":2}}'
@@ -33,6 +34,7 @@ EVENTS = st.sampled_from(
         (FIRST % b"[1, 2]", FIRST % b"null"),
         (TEXT % (LOGPROBS, b"[3]"), TEXT % (b"null", b"null")),
         (TEXT % (b"null", b"null"), TEXT % (b"null", b"null")),
+        (TOKEN % (b'"x"', LOGPROBS, b"[6]"), TOKEN % (b'"x"', b"null", b"null")),
         (EMPTY % (LOGPROBS, b"[4]"), None),
         (EMPTY % (b"null", b"null"), EMPTY % (b"null", b"null")),
         (LAST % (LOGPROBS, b"[5]"), LAST % (b"null", b"null")),
@@ -58,7 +60,9 @@ def test_a_stream_in_any_pieces(
     assert all("error" not in json.loads(line) for line in cutter.lines)
     expected: list[bytes] = []
     for before, _ in events:
-        expected += [token for token in (b"[1, 2]", b"[3]", b"[4]", b"[5]") if token in before]
+        expected += [
+            token for token in (b"[1, 2]", b"[3]", b"[4]", b"[5]", b"[6]") if token in before
+        ]
     found = []
     for line in map(json.loads, cutter.lines):
         found += [line.get("prompt_token_ids")] + [c.get("token_ids") for c in line["choices"]]
@@ -160,6 +164,63 @@ def test_the_fast_way_cuts_as_the_general_one_does(
         assert ascii_only  # The key is spelled with an escape.
         return
     assert (fast.text, fast.line, fast.ours) == (general.text, general.line, general.ours)
+
+
+TOKEN_LOGPROB: st.SearchStrategy[dict[str, object]] = st.builds(
+    lambda token, logprob, of_bytes, top: {
+        "token": token,
+        "logprob": logprob,
+        "bytes": of_bytes,
+        "top_logprobs": top,
+    },
+    st.text(max_size=4),
+    st.floats(-20, 0) | st.just(-9999),
+    st.none() | st.lists(st.integers(0, 255), max_size=4),
+    st.sampled_from([[], [{}]]),
+)
+
+
+@given(
+    st.text(max_size=8),
+    st.none() | st.lists(TOKEN_LOGPROB, max_size=2),
+    st.none() | st.lists(st.integers(0, 200_000), max_size=3),
+    st.sampled_from([None, None, "stop"]),
+    st.booleans(),
+    FIELDS,
+)
+def test_a_token_alone_is_cut_as_one_in_pieces(
+    content: str,
+    logprobs: list[dict[str, object]] | None,
+    ids: list[int] | None,
+    finish: str | None,
+    ascii_only: bool,
+    added: frozenset[Field],
+) -> None:
+    choice = {
+        "index": 0,
+        "delta": {"content": content},
+        "logprobs": None if logprobs is None else {"content": logprobs},
+        "finish_reason": finish,
+        "token_ids": ids,
+    }
+    reply = {"id": "c", "object": "o", "created": 1, "model": "m", "choices": [choice]}
+    text = json.dumps(reply, separators=(",", ":"), ensure_ascii=ascii_only).encode()
+    event = b"data: " + text + b"\n\n"
+    usual = finish is None and logprobs != [] and not any(p["top_logprobs"] for p in logprobs or ())
+    assert (apitokens._token.fullmatch(event) is not None) == usual
+    alone, pieces = SseCutter(added), SseCutter(added)
+    assert alone.feed(event) == pieces.feed(event[:7]) + pieces.feed(event[7:])
+    assert alone.lines == pieces.lines
+
+
+@pytest.mark.parametrize(
+    "wrong", [b'"\xff"', b'"\n"', b'"\\x"', b'"\\u12"', b'"', b"x", b"nul", b'"a","content":"b"']
+)
+def test_a_token_that_is_no_json_goes_on(wrong: bytes) -> None:
+    event = TOKEN % (wrong, b"null", b"[7]") + b"\n\n"
+    alone, pieces = SseCutter(ADDED), SseCutter(ADDED)
+    assert alone.feed(event) == pieces.feed(event[:7]) + pieces.feed(event[7:])
+    assert alone.lines == pieces.lines
 
 
 @pytest.mark.parametrize(
