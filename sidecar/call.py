@@ -92,6 +92,8 @@ class Call:
         self._added: frozenset[Field] | None = None
         self._cutter: Cutter = NoCutter()
         self._last_event = b""
+        self._holds = True
+        """A stream's last event is held back."""
 
     def request_chunk(self, data: bytes) -> None:
         """Keep a piece of the request's body."""
@@ -137,11 +139,11 @@ class Call:
         if added is not None and (status != 200 or "content-encoding" in fields):
             added = None
         if added is not None and self.streamed:
-            self._cutter = apitokens.SseCutter(added)
+            self._cutter, self.whole = apitokens.SseCutter(added), length is not None
         elif added is not None and fields.get("content-type", "").startswith("application/json"):
             self._cutter, self.whole = apitokens.BodyCutter(added), True
         elif self.streamed and self.nonce and "content-encoding" not in fields:
-            self._cutter = SseCutter(self.nonce)
+            self._cutter, self.whole = SseCutter(self.nonce), length is not None
         elif not self.streamed and length is not None:
             self._cutter = BodyCutter(length if tapped is None else tapped, self.nonce or "")
         self._reply_headers = [
@@ -161,7 +163,7 @@ class Call:
         if self._last_event:
             self._last_event += passed
             return b""
-        if self._cutter.lines and self.streamed:
+        if self._holds and self._cutter.lines and self.streamed:
             # The engine ends a tapped stream right after its last event. Held back until then, the
             # agent can't hang up before the call is known to be complete and is recorded.
             at_line_start = self._reply[-1:] in (b"", b"\n")
@@ -170,6 +172,17 @@ class Call:
                 passed, self._last_event = passed[:last], passed[last:]
         self._reply += passed
         return passed
+
+    @property
+    def holds_end(self) -> bool:
+        """A stream's last event has come and not been returned."""
+        return bool(self._last_event)
+
+    def let_end_go(self) -> bytes:
+        """Return what was held back of a stream that does not end after its last event."""
+        end, self._last_event, self._holds = self._last_event, b"", False
+        self._reply += end
+        return end
 
     def end_reply(self) -> None:
         """No more comes of the reply: ``rest`` is now what was held back of it."""

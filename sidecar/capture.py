@@ -19,6 +19,7 @@ from mitmproxy.connection import Client, ConnectionState
 from mitmproxy.net.http import http1
 
 from sidecar.access.admission import Access
+from sidecar.access.keys import not_a_run
 from sidecar.access.limits import discard_body
 from sidecar.access.refusal import Refusal
 from sidecar.bodies import coding
@@ -75,6 +76,8 @@ class _Exchange:
     """None while its body is waited for to route it."""
     to_splice: bool = False
     """Its body is waited for, to ask for tokens in it."""
+    letting_go: asyncio.TimerHandle | None = None
+    """Its stream's last event is held back until then at most."""
 
 
 class Capture:
@@ -114,6 +117,8 @@ class Capture:
         self._waking = False
         """The event loop has been told of them: one wake-up is enough for many."""
         self._exchanges: dict[str, _Exchange] = {}
+        self._captured: set[str] = set()
+        """Client connections whose last exchange was taken for one of ours."""
         self._sockets: dict[str, str] = {}
         self._pulls: set[asyncio.Task[None]] = set()
 
@@ -121,6 +126,10 @@ class Capture:
     def in_flight(self) -> int:
         """Exchanges and WebSockets going on, and cancelled calls whose tokens are being fetched."""
         return len(self._exchanges) + len(self._sockets) + len(self._pulls)
+
+    def idle_connections(self) -> set[str]:
+        """Return mitmproxy's ids of the client connections that are between two exchanges."""
+        return self._captured - self.busy_connections()
 
     def busy_connections(self) -> set[str]:
         """Return mitmproxy's ids of the client connections that have an exchange going on."""
@@ -204,7 +213,7 @@ class Capture:
         if call.whole:
             flow.response.stream = False
         elif call.route != "other":
-            flow.response.stream = self._reply_stream(call)
+            flow.response.stream = self._reply_stream(exchange)
         self._added("reply_head", call, since)
 
     async def response(self, flow: http.HTTPFlow) -> None:
@@ -262,6 +271,7 @@ class Capture:
                     exchange.call, "the client's connection ended before the exchange did"
                 )
                 self._release(exchange.flow)
+        self._captured.discard(client.id)
         self._router.forget(client.id)
 
     def websocket_message(self, flow: http.HTTPFlow) -> None:
@@ -288,11 +298,17 @@ class Capture:
         proxy_authorization = self._router.proxy_authorization(flow) if way == "proxy" else None
         plan = self._router.plan(flow)
         if plan is None:
+            self._captured.discard(flow.client_conn.id)
             # Else another name of the model server would open it without a key.
             if way == "proxy":
                 passing = self.access.connect(proxy_authorization)
                 if isinstance(passing, Refusal):
                     self._refuse(flow, passing)
+            return
+        mistaken = routes.mistaken_run(plan.target) if plan.to_routes else None
+        if mistaken is not None:
+            # It would go upstream with its prefix, and be found nowhere.
+            self._refuse(flow, Refusal(400, not_a_run(mistaken)))
             return
         request = flow.request
         method = request.data.method.decode("latin-1")
@@ -321,6 +337,7 @@ class Capture:
         call.path = plan.target
         exchange = _Exchange(call, flow, plan)
         self._exchanges[flow.id] = exchange
+        self._captured.add(flow.client_conn.id)
         self._metrics.in_flight.set(self.in_flight)
         if route != "other" and plan.to_routes:
             # Compressed replies could not be cut.
@@ -377,9 +394,9 @@ class Capture:
         assert flow.response is not None
         response = flow.response
         try:
-            call.reply_chunk(response.data.content or b"")
+            passed = call.reply_chunk(response.data.content or b"")
             call.end_reply()
-            response.data.content, call.rest = call.rest, b""
+            response.data.content, call.rest = passed + call.rest, b""
             if "content-length" in response.headers:
                 response.headers["content-length"] = str(len(response.data.content))
         except Exception as error:
@@ -420,14 +437,21 @@ class Capture:
 
         return stream
 
-    def _reply_stream(self, call: Call) -> Callable[[bytes], Piece]:
+    def _reply_stream(self, exchange: _Exchange) -> Callable[[bytes], Piece]:
+        call = exchange.call
+
         def stream(data: bytes) -> Piece:
             if call.fault is not None:
                 return data or []
             held = call.held
             try:
                 if data:
-                    return call.reply_chunk(data) or []
+                    passed = call.reply_chunk(data)
+                    if call.holds_end and exchange.letting_go is None:
+                        exchange.letting_go = asyncio.get_running_loop().call_later(
+                            _COMMIT_SECONDS, self._let_go, exchange
+                        )
+                    return passed or []
                 call.end_reply()
             except Exception as error:
                 call.fault = f"the sidecar failed to capture the reply: {error!r}"
@@ -436,6 +460,12 @@ class Capture:
             return []
 
         return stream
+
+    def _let_go(self, exchange: _Exchange) -> None:
+        """Send a stream's last event on, though its reply has not ended."""
+        end = exchange.call.let_end_go()
+        if end:
+            self._write(exchange.flow, end)
 
     def _end(self, call: Call, outcome: Outcome, error: str | None = None) -> None:
         """Record a call, unless it has been."""
@@ -549,7 +579,9 @@ class Capture:
             self._metrics.added(phase, time.perf_counter() - since)
 
     def _release(self, flow: http.HTTPFlow) -> None:
-        self._exchanges.pop(flow.id, None)
+        exchange = self._exchanges.pop(flow.id, None)
+        if exchange is not None and exchange.letting_go is not None:
+            exchange.letting_go.cancel()
         self._metrics.in_flight.set(self.in_flight)
 
     def _call(self, flow: http.HTTPFlow) -> Call | None:

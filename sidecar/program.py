@@ -43,7 +43,7 @@ from sidecar.traces.writer import Writer
 
 _log = logging.getLogger(__name__)
 
-_CLOSE_SECONDS = 10.0
+_CLOSE_SECONDS = 60.0
 _LOCAL_CHECK_SECONDS = 60.0
 
 

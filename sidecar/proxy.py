@@ -12,7 +12,8 @@ import os
 import socket
 import struct
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mitmproxy.master import Master
 from mitmproxy.proxy import layer
 from mitmproxy.proxy.layers.http import HttpLayer
 from mitmproxy.proxy.mode_servers import ServerInstance
+from mitmproxy.proxy.server import ConnectionIO
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 from mitmproxy.tls import TlsData
 from OpenSSL import SSL
@@ -31,9 +33,14 @@ from sidecar.access import tls
 from sidecar.access.limits import http_layers
 from sidecar.capture import Capture
 from sidecar.routing import replies
+from sidecar.routing.addresses import BACKLOG
 from sidecar.routing.ways import Listener
 
 _POLL_SECONDS = 0.02
+_QUIET_SECONDS = 2.0
+"""Without a byte for so long, a connection that is not read counts as idle."""
+_LEFT_SECONDS = 1.0
+"""How long the ends of a client's connections may take once it has gone."""
 _TLS_READ_BYTES = 65_536
 
 
@@ -69,7 +76,7 @@ class Proxy:
                 disable_h2c.DisableH2C(),
                 self._connections,
                 next_layer.NextLayer(),
-                _Connections(),
+                _Connections(self._connections),
                 capture,
                 *addons,
             ),
@@ -110,11 +117,12 @@ class Proxy:
             instance: ServerInstance[Any] = ServerInstance.make(listener.mode, self._connections)
             handle = _ending_quietly(instance.handle_stream)
             if listener.tls is None:
-                server = asyncio.start_server(handle, sock=listener.sock)
+                server = asyncio.start_server(handle, sock=listener.sock, backlog=BACKLOG)
             else:
                 server = asyncio.start_server(
                     tls.without_half_close(handle),
                     sock=listener.sock,
+                    backlog=BACKLOG,
                     ssl=listener.tls,
                     ssl_handshake_timeout=tls.HANDSHAKE_SECONDS,
                     ssl_shutdown_timeout=tls.SHUTDOWN_SECONDS,
@@ -129,6 +137,8 @@ class Proxy:
     async def drain(self, seconds: float) -> None:
         """Accept nothing new, let exchanges end, close connections as they become idle.
 
+        What passes unread is taken for idle when nothing has come for two seconds.
+
         Returns when none is left, or after ``seconds``.
         """
         self._stop_listening()
@@ -138,8 +148,7 @@ class Proxy:
             if asyncio.get_running_loop().time() >= deadline:
                 return
             # Twice idle in a row: the last bytes of its exchange have left mitmproxy by then.
-            open_now = {str(key) for key in self._connections.connections}
-            idle_now = open_now - self._capture.busy_connections()
+            idle_now = self._capture.idle_connections() | self._quiet_connections()
             for connection in idle & idle_now:
                 self._close(connection)
             idle = idle_now
@@ -159,6 +168,19 @@ class Proxy:
     def _stop_listening(self) -> None:
         for server in self._servers:
             server.close()
+
+    def _quiet_connections(self) -> set[str]:
+        """Return the connections without exchanges of ours on which nothing has come for a while.
+
+        What passes unread may be in the middle of anything.
+        """
+        since = time.time() - _QUIET_SECONDS
+        quiet = {
+            str(key)
+            for key, handler in self._connections.connections.items()
+            if handler.timeout_watchdog.last_activity < since
+        }
+        return quiet - self._capture.busy_connections()
 
     def _close(self, connection: str) -> None:
         handler = self._connections.connections.get(connection)
@@ -251,6 +273,17 @@ def forget_closed(known: HttpLayer) -> None:
             del known.connections[connection]
 
 
+def close_left(transports: Mapping[Any, ConnectionIO]) -> None:
+    """Close the connections whose handler has ended without doing so.
+
+    mitmproxy's does when it is cancelled while it waits to report what it has just read, and the
+    other side would wait for an end that never comes.
+    """
+    for transport in transports.values():
+        if transport.writer is not None and transport.handler and transport.handler.done():
+            transport.writer.close()
+
+
 class _Together:
     """Addons that mitmproxy calls in one go: guarding each of its calls costs it more than most of
     them do. An addon that fails ends the event for those behind it.
@@ -267,7 +300,8 @@ class _Connections:
 
     name = "ridealong-connections"
 
-    def __init__(self) -> None:
+    def __init__(self, table: proxyserver.Proxyserver) -> None:
+        self._table = table
         self._tls: dict[str, list[SSL.Connection]] = {}
         self._http: dict[str, list[HttpLayer]] = {}
 
@@ -297,6 +331,11 @@ class _Connections:
     def client_disconnected(self, client: Client) -> None:
         self._tls.pop(client.id, None)
         self._http.pop(client.id, None)
+        handler = self._table.connections.get(client.id)
+        if handler is not None:
+            close_left(handler.transports)
+            loop = asyncio.get_running_loop()
+            loop.call_later(_LEFT_SECONDS, close_left, handler.transports)
 
 
 class _Ready:

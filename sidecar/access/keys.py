@@ -28,6 +28,14 @@ def is_run(text: str) -> bool:
     return _RUN.fullmatch(text) is not None
 
 
+def not_a_run(text: str) -> str:
+    """Return the sentence that says why a text is no run id."""
+    return (
+        f"{text!r} is not a run id: use up to 128 letters, digits, dots, hyphens and underscores, "
+        "and begin with a letter or digit"
+    )
+
+
 class BadKey(ValueError):
     """A text that claims to be a run key and is none of this installation's."""
 
@@ -45,10 +53,7 @@ class RunKeys:
             ValueError: ``run`` is not a run id (see ``sidecar.routing.routes.split_run``).
         """
         if not is_run(run):
-            raise ValueError(
-                f"{run!r} is not a run id: use up to 128 letters, digits, dots, hyphens and "
-                "underscores, and begin with a letter or digit"
-            )
+            raise ValueError(not_a_run(run))
         return f"{_PREFIX}{run}-{self._mac(run)}"
 
     def verify(self, text: str) -> str | None:

@@ -25,6 +25,7 @@ from mitmproxy.proxy.layers.http._events import (
     RequestData,
     RequestProtocolError,
     ResponseData,
+    ResponseEndOfMessage,
     ResponseHeaders,
     ResponseProtocolError,
 )
@@ -39,6 +40,7 @@ _LINGER_SECONDS = 2.0
 _READ_BYTES = 65_536
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _VERSIONS = ("HTTP/1.0", "HTTP/1.1")
+_BODILESS = (204, 304)
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,15 @@ class _Server(Http1Server):
             # mitmproxy would answer with an error page of its own in the upstream's name.
             yield commands.CloseConnection(self.conn)
         else:
-            yield from super().send(event)
+            for command in super().send(event):
+                if (
+                    isinstance(event, ResponseEndOfMessage)
+                    and isinstance(command, commands.SendData)
+                    and self.response is not None
+                    and self.response.status_code in _BODILESS
+                ):
+                    continue  # The last chunk of a body that such a reply has not got.
+                yield command
 
     def _check(self) -> None:
         """Look at a head that mitmproxy could read, before anyone else does."""

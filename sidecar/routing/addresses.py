@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 from deploy.errors import UserError
 
 _FIRST_INHERITED_FD = 3
-_BACKLOG = 1024
+BACKLOG = 1024
+"""Connections that may wait to be accepted."""
 _OR_GUARD = "; or set sidecar.tls_certificate, sidecar.tls_key and sidecar.require_key"
 
 
@@ -107,7 +108,7 @@ def bind(key: str, address: Address) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((address.host, address.port))
-        sock.listen(_BACKLOG)
+        sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         raise UserError(

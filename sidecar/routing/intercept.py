@@ -81,4 +81,5 @@ def _pattern(host: str) -> str:
         )
     name = match["v6"] or match["host"]
     glob = translate(name).removesuffix(r"\Z")
-    return f"^{glob}:{match['port'] or '[0-9]+'}$"
+    # A name with a final dot is the same host.
+    return f"^{glob}\\.?:{match['port'] or '[0-9]+'}$"

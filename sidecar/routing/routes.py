@@ -1,10 +1,12 @@
 """Which request is a model call, whose run it belongs to, and how its reply ends. Pure."""
 
 import re
+from urllib.parse import unquote
 
 from sidecar.traces.record import Route
 
 _RUN_PREFIX = re.compile(r"/r/([A-Za-z0-9][A-Za-z0-9._-]{0,127})(?=[/?]|$)")
+_ANY_PREFIX = re.compile(r"/r/([^/?]+)(/[^?]*)")
 _CALLS: dict[str, Route] = {
     "/chat/completions": "chat",
     "/completions": "completions",
@@ -37,6 +39,14 @@ def split_run(target: str) -> tuple[str | None, str]:
         return None, target
     rest = target[match.end() :]
     return match[1], rest if rest.startswith("/") else f"/{rest}"
+
+
+def mistaken_run(target: str) -> str | None:
+    """Return what stands before a model call in the place of a run id and is none."""
+    match = _ANY_PREFIX.match(target)
+    if match is None or split_run(target)[0] is not None or route("POST", match[2]) == "other":
+        return None
+    return unquote(match[1])
 
 
 def route(method: str, target: str) -> Route:

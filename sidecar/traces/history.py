@@ -26,6 +26,8 @@ _MIN_RUN = 64
 """Shared bytes below which a range costs about as much as it saves."""
 _MAX_RUNS = 32
 _MAX_SEARCHES = 64
+_MAX_SEARCHED = 32 << 20
+"""Bytes looked through for one record at most, so that storing it keeps up with the traffic."""
 _BLOCK = 1 << 15
 _CANDIDATES = 16
 _LONG_CHAIN = 100
@@ -80,9 +82,24 @@ class Texts:
         return len(self.body) + sum(len(line) for _, line in self.tap)
 
 
+class _Search:
+    """Looks for pieces of one record in texts of others, until it has looked through so much."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_SEARCHED
+
+    def find(self, base: bytes, piece: bytes, start: int, end: int) -> int:
+        """As ``bytes.find``; -1 as well where the bytes left do not reach."""
+        if end - start > self._left:
+            return -1
+        found = base.find(piece, start, end)
+        self._left -= (end if found < 0 else found) - start
+        return found
+
+
 def delta(base: bytes, text: bytes) -> Delta | None:
     """Return ``text`` as a difference from ``base``, None where that saves next to nothing."""
-    return _delta(text, _runs(base, text))
+    return _delta(text, _runs(base, text, _Search()))
 
 
 def apply(base: bytes, difference: Delta) -> bytes:
@@ -203,8 +220,9 @@ class History:
         most = -1
         candidates = [self._kept[place] for place in reversed(self._by_key.get(key, ()))]
         candidates.sort(key=lambda kept: -_common_start(kept.texts.body, texts.body))
+        search = _Search()
         for kept in candidates:
-            runs = _runs(kept.texts.body, texts.body)
+            runs = _runs(kept.texts.body, texts.body, search)
             shared = sum(length for _, _, length in runs)
             if shared > most:
                 best, most = (kept, runs), shared
@@ -286,18 +304,18 @@ def _delta(text: bytes, runs: list[_Run]) -> Delta | None:
     return Delta(zlib.crc32(text), parts)
 
 
-def _runs(base: bytes, text: bytes) -> list[_Run]:
+def _runs(base: bytes, text: bytes, search: _Search) -> list[_Run]:
     """Return what two texts share, in the order of both: both ends, and what lies between."""
     if len(text) < _MIN_TEXT or len(base) < _MIN_TEXT:
         return []
     limit = min(len(base), len(text))
     prefix = _common_prefix(base, 0, text, 0, limit)
     suffix = _common_suffix(base, len(base), text, len(text), limit - prefix)
-    inner = _inner_runs(base, text, prefix, suffix)
+    inner = _inner_runs(base, text, prefix, suffix, search)
     return [(0, 0, prefix), *inner, (len(base) - suffix, len(text) - suffix, suffix)]
 
 
-def _inner_runs(base: bytes, text: bytes, prefix: int, suffix: int) -> list[_Run]:
+def _inner_runs(base: bytes, text: bytes, prefix: int, suffix: int, search: _Search) -> list[_Run]:
     """Find what is shared between the ends.
 
     Greedy: a piece of the text, further and further on, is looked for in the base.
@@ -313,7 +331,7 @@ def _inner_runs(base: bytes, text: bytes, prefix: int, suffix: int) -> list[_Run
         and here_end - here - skip >= _MIN_RUN
     ):
         piece = here + skip
-        found = base.find(text[piece : piece + _MIN_RUN], there, there_end)
+        found = search.find(base, text[piece : piece + _MIN_RUN], there, there_end)
         searches += 1
         if found < 0:
             skip = 2 * skip + _MIN_RUN

@@ -177,6 +177,41 @@ async def test_no_piece_is_ever_empty_bytes_and_the_end_waits_for_the_record(cap
     assert sent == [b"data: [DONE]\n\n"] and capture.in_flight == 0
 
 
+async def test_a_stream_that_does_not_end_after_its_last_event_goes_on(
+    capture, sink, sent, monkeypatch
+):
+    monkeypatch.setattr("sidecar.capture._COMMIT_SECONDS", 0.1)
+    flow = chat_flow()
+    capture.requestheaders(flow)
+    capture.responseheaders(flow)
+    line = f": {flow.request.headers['x-ridealong-tap']} {{}}\n".encode()
+    assert stream(flow, line, b"data: [DONE]\n\n") == [[], []]
+    await asyncio.sleep(0.3)
+    assert sent == [b"data: [DONE]\n\n"]
+    assert stream(flow, b"data: 2\n\n", b"") == [b"data: 2\n\n", []]
+    await capture.response(flow)
+    assert sent == [b"data: [DONE]\n\n"]
+    assert sink.records[0].response.body.text == "data: [DONE]\n\ndata: 2\n\n"
+
+
+async def test_a_stream_with_a_length_has_the_length_of_what_is_left(capture, sink):
+    flow = chat_flow()
+    assert flow.response
+    capture.requestheaders(flow)
+    line = f": {flow.request.headers['x-ridealong-tap']} {{}}\n".encode()
+    events = b"data: 1\n\ndata: [DONE]\n\n"
+    flow.response.headers["content-length"] = str(len(line) + len(events))
+    capture.responseheaders(flow)
+    assert flow.response.stream is False
+    flow.response.data.content = line + events
+    await capture.response(flow)
+    assert flow.response.data.content == events
+    assert flow.response.headers["content-length"] == str(len(events))
+    (record,) = sink.records
+    assert record.tap == ["{}"] and record.response.body.text == events.decode()
+    assert ("content-length", str(len(events))) in record.response.headers
+
+
 async def test_one_vain_wait_for_a_hanging_disk_is_the_last(capture, sink, sent, monkeypatch):
     monkeypatch.setattr("sidecar.capture._COMMIT_SECONDS", 0.2)
     sink.hanging = True

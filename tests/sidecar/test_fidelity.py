@@ -1,7 +1,9 @@
 """What the agent sees is what it would see without a sidecar, down to the byte."""
 
+import contextlib
 import itertools
 import time
+from urllib.parse import unquote
 
 import pytest
 
@@ -32,6 +34,17 @@ def test_the_request_arrives_as_sent_but_for_the_tap(engine, sidecar):
     assert seen["body"] == request.partition(b"\r\n\r\n")[2]
     assert len(seen["headers"]["x-ridealong-tap"]) == 32
     assert seen["headers"]["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize("run", ["a:b", "my%20run"])
+def test_a_run_id_that_is_none_is_refused(engine, sidecar, run):
+    before = len(engine.requests)
+    head, body = Connection(sidecar.port).ask(post(f"/r/{run}{CHAT}", {}))
+    assert head.startswith(b"HTTP/1.1 400")
+    assert f"{unquote(run)!r} is not a run id".encode() in body
+    assert len(engine.requests) == before
+    Connection(sidecar.port).ask(get(f"/r/{run}/files"))
+    assert len(engine.requests) == before + 1, "only calls of models are ours to judge"
 
 
 def test_the_agent_can_not_ask_for_the_tap_itself(engine, sidecar):
@@ -162,6 +175,18 @@ def test_raw_replies_are_identical_to_direct_ones(raw_server, raw_sidecar, answe
     if direct == b"HTTP/1.1 20":
         direct = b""
     assert through == direct
+
+
+def test_a_304_has_no_body_however_it_is_framed(raw_server, raw_sidecar):
+    head = b"HTTP/1.1 304 Not Modified\r\nTransfer-Encoding: chunked\r\n\r\n"
+    raw_server.answer, raw_server.reset = [head], False
+    connection = Connection(raw_sidecar.port)
+    connection.socket.sendall(get("/metrics"))
+    assert connection.read_until(b"\r\n\r\n") == head
+    connection.socket.settimeout(0.5)
+    with contextlib.suppress(TimeoutError):
+        assert connection.read_to_end() == b""
+    connection.close()
 
 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\nX-A: b\r\n\r\n"

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sidecar.traces import history as history_module
 from sidecar.traces.history import History, Texts, Unresolved, apply, delta, expand
 from sidecar.traces.record import Body, Exchange, Request, Response, Session, decode, encode
 
@@ -187,3 +188,38 @@ def test_changes_in_several_places_cost_little():
     assert len(encode(turns[-1])) > 15_000
     again = decode(history.encode(turns[-1], (20, 0)))
     assert again.repeats.body.parts == [(0, len(turns[-1].request.body.text))]
+
+
+def test_a_long_search_is_given_up(monkeypatch):
+    """Ends are still shared; what lies between is written out."""
+    shared = text("shared", 300).encode()
+    base = b"a" * 600 + text("x", 200).encode() + shared + b"b" * 600
+    now = b"a" * 600 + shared + text("y", 200).encode() + b"b" * 600
+    monkeypatch.setattr("sidecar.traces.history._MAX_SEARCHED", len(base))
+    whole = delta(base, now)
+    monkeypatch.setattr("sidecar.traces.history._MAX_SEARCHED", 100)
+    short = delta(base, now)
+    assert whole is not None and apply(base, whole) == now and len(whole.parts) > 3
+    assert short is not None and apply(base, short) == now
+    assert [type(part) for part in short.parts] == [tuple, str, tuple]
+
+
+def test_all_searches_of_a_record_share_one_bound(monkeypatch):
+    looked = 0
+    find = history_module._Search.find
+
+    def counting(self, base, piece, start, end):
+        nonlocal looked
+        before = self._left
+        found = find(self, base, piece, start, end)
+        looked += before - self._left
+        return found
+
+    monkeypatch.setattr(history_module._Search, "find", counting)
+    monkeypatch.setattr("sidecar.traces.history._MAX_SEARCHED", 50_000)
+    history = History()
+    for number in range(20):
+        looked = 0
+        history.encode(exchange("same" * 200 + text(number, 2000)), (number, 0))
+        assert looked <= 50_000
+    assert looked > 25_000

@@ -86,6 +86,18 @@ def test_sigterm_lets_streams_end_and_refuses_new_connections(engine, start):
     assert call_of(sidecar, "last").outcome == "complete"
 
 
+def test_many_connections_at_once_wait_their_turn(start, engine):
+    """A full queue of waiting connections would cost each further one a second or more."""
+    sidecar = start(engine.url)
+    sidecar.process.send_signal(signal.SIGSTOP)
+    try:
+        waiting = [socket.create_connection(("127.0.0.1", sidecar.port), 0.5) for _ in range(300)]
+    finally:
+        sidecar.process.send_signal(signal.SIGCONT)
+    for connection in waiting:
+        connection.close()
+
+
 @pytest.mark.parametrize("drain_seconds", [0.2, 60])
 def test_draining_ends_in_time_or_with_a_second_signal(engine, start, drain_seconds):
     sidecar = start(engine.url, drain_seconds=drain_seconds)

@@ -20,7 +20,7 @@ PIECE = st.one_of(
             b"\n",
             b":",
             b": ",
-            b": 0123456789ab",
+            b": 0123456",
             f"x: {NONCE} mid-line\n".encode(),
             f": {NONCE}x not the marker\n".encode(),
         ]
@@ -82,6 +82,12 @@ def test_an_event_goes_on_at_once_and_a_torn_tap_line_is_dropped():
     assert cutter.feed(f': {NONCE} {{"e"'.encode()) == b""
     assert cutter.finish() == b""
     assert cutter.lines == []
+
+
+def test_a_torn_marker_is_dropped_if_it_can_be_no_comment_of_the_upstreams():
+    torn = f": {NONCE[:10]}".encode()
+    assert run(SseCutter(NONCE), [b"data: 1\n\n", torn]) == b"data: 1\n\n"
+    assert run(SseCutter(NONCE), [b"data: 1\n\n", b": "]) == b"data: 1\n\n: "
 
 
 def test_another_nonce_is_not_ours():

@@ -203,6 +203,8 @@ def test_what_is_known_of_a_replica():
         ("api.openai.com", "api.openai.com.evil.test:443", False),
         ("api.openai.com", "xapi.openai.com:443", False),
         ("api.openai.com", "apixopenai.com:443", False),
+        ("api.openai.com", "api.openai.com.:443", True),
+        ("api.openai.com", "api.openai.com..:443", False),
         ("*.example.com", "a.b.example.com:443", True),
         ("*.example.com", "example.com:443", False),
         ("10.0.0.5:8000", "10.0.0.5:8000", True),

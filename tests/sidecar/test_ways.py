@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
@@ -157,6 +158,22 @@ def test_other_plain_http_passes_unrecorded(ways, sidecar):
         assert sent["host"] == other.url.removeprefix("http://")
         assert not set(sent) & {"proxy-authorization", "x-ridealong-tap", "proxy-connection"}
     assert not [call for call in sidecar.calls(0) if call.session.run == "other"]
+
+
+def test_what_passes_unread_ends_before_the_sidecar_does(start, engine):
+    sidecar = start(engine.url, proxy="127.0.0.1:0", drain_seconds=20)
+    ways = sidecar.health()["ways"]
+    ask = {"stream": True, "events": 20, "delay": 0.1}
+    with closing(FakeEngine(tap=False)) as other:
+        target = f"127.0.0.1:{other.port}"
+        tunnel, plain = connect(ways, target), Connection(port_of(ways, "proxy"))
+        tunnel.socket.sendall(post(CHAT, ask))
+        plain.socket.sendall(post(CHAT, ask).replace(b"POST ", f"POST http://{target}".encode(), 1))
+        plain.read_until(b'"token":2}')
+        sidecar.process.send_signal(signal.SIGTERM)
+        for connection in (tunnel, plain):
+            assert b"[DONE]\n\n\r\n0\r\n\r\n" in connection.read_to_end()
+    assert sidecar.process.wait(timeout=10) == 0
 
 
 def test_the_proxys_address_as_base_url_is_no_loop(ways):
