@@ -4,6 +4,7 @@ Errors are JSON, ``{"error": "one line"}``: 400 for a request of the wrong shape
 run or call, 409 for one that contradicts what was said or decided before, 500 for a fault of ours.
 """
 
+import contextlib
 import ipaddress
 import json
 import logging
@@ -16,9 +17,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from daemon.runs import is_given
 from daemon.state import Conflict, State
 from daemon.status import StatusReport
 from deploy.errors import UserError
+from sidecar.access.keys import is_run, not_a_run
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +144,7 @@ class Api:
 
     async def register(self, request: web.Request) -> web.Response:
         new = await _body(request, NewRun)
+        self._check_run(new.run)
         self._state.register_run(new.run, new.group, new.group_size, new.task, new.rewards)
         return web.json_response({"run": new.run})
 
@@ -156,6 +160,8 @@ class Api:
         new = await _body(request, NewReward)
         if (new.run is None) == (new.call is None):
             raise _BadRequest("name either a run or a call")
+        if new.run is not None:
+            self._check_run(new.run)
         if not abs(new.value) <= MAX_REWARD:
             raise _BadRequest(
                 f"the value must lie between {-MAX_REWARD:.0f} and {MAX_REWARD:.0f}, "
@@ -171,6 +177,14 @@ class Api:
         )
         return web.json_response({"key": key})
 
+    def _check_run(self, run: str) -> None:
+        """Refuse what no run can be called. A run that is there already has a name of its own:
+        the ``x-ridealong-session`` header may have any characters."""
+        if is_run(run) or not is_given(run):
+            return
+        if self._state.row("SELECT 1 FROM runs WHERE id = ?", run) is None:
+            raise _BadRequest(not_a_run(run))
+
 
 class _BadRequest(Exception):
     pass
@@ -181,13 +195,23 @@ class _NotFound(Exception):
 
 
 async def _body[T: msgspec.Struct](request: web.Request, shape: type[T]) -> T:
+    raw = b""
     try:
-        return msgspec.json.decode(await request.read(), type=shape)
+        raw = await request.read()
+        return msgspec.json.decode(raw, type=shape)
     except web.HTTPException:
         raise
     except Exception as error:  # Whatever is wrong with the body: its encoding, nesting, shape.
-        reason = " ".join(str(error).split())
+        reason = _not_finite(raw) or " ".join(str(error).split())
         raise _BadRequest(f"{request.method} {request.path}: {reason}") from None
+
+
+def _not_finite(raw: bytes) -> str | None:
+    """Say what is wrong with a body that names NaN or an infinity, as many programs write them."""
+    names: list[str] = []
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(raw, parse_constant=names.append)
+    return f"a value has to be a finite number, not {names[0]}" if names else None
 
 
 def _call(row: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import math
+from http.client import HTTPException
 from typing import Any
 from urllib import error, request
 from urllib.parse import quote
@@ -69,6 +71,8 @@ class DaemonClient:
         key: str | None = None,
     ) -> dict[str, Any]:
         """Give a run or a call a reward."""
+        if not math.isfinite(value):
+            raise UserError(f"the value has to be a finite number, not {value}")
         body = {"value": value, "run": run, "call": call, "name": name, "key": key}
         return self._call("POST", "/v1/rewards", body)
 
@@ -85,7 +89,7 @@ class DaemonClient:
                 return json.load(response)
         except error.HTTPError as refusal:
             raise UserError(f"the daemon refused: {_reason(refusal)}") from None
-        except (OSError, ValueError) as failure:
+        except (OSError, ValueError, HTTPException) as failure:
             raise DaemonUnreachable(
                 f"no daemon answers at {self._url} ({failure}); start it with `ridealong daemon` "
                 "or name its URL with --daemon"

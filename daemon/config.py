@@ -104,8 +104,9 @@ class DaemonConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     redact: Annotated[
         list[str],
         msgspec.Meta(
-            description="Regular expressions of what `ridealong traces` shows and exports as "
-            "[REDACTED]. A call in whose texts one finds something is not trained."
+            description="Regular expressions of what `ridealong traces show` and `export` write "
+            "as [REDACTED]; `cat` writes records as they are. A call in whose texts one finds "
+            "something is not trained."
         ),
     ] = []
     skip_zero_variance: Annotated[

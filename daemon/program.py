@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -38,8 +39,8 @@ def run(config: DaemonConfig, trainer: TrainerConfig, swap: SwapConfig) -> int:
     """Run the daemon until SIGTERM or SIGINT. Returns the exit status.
 
     Raises:
-        UserError: the address is taken, another daemon owns the directory, the state is of another
-            version, or the trainer can't use the model.
+        UserError: the engine's URL is none, the address is taken, another daemon owns the
+            directory, the state is of another version, or the trainer can't use the model.
     """
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -49,6 +50,7 @@ def run(config: DaemonConfig, trainer: TrainerConfig, swap: SwapConfig) -> int:
 
 
 async def _run(config: DaemonConfig, trainer: TrainerConfig, swap: SwapConfig) -> int:
+    check_engine(config.engine)
     engine = Engine(config.engine, swap)
     if not config.train:
         return await serve(config, engine, None, config.max_sequence_tokens)
@@ -65,6 +67,25 @@ async def _run(config: DaemonConfig, trainer: TrainerConfig, swap: SwapConfig) -
         return await serve(config, engine, make_trainer, longest)
     finally:
         watchdog.cancel()
+
+
+def check_engine(url: str) -> None:
+    """Check ``http(s)://[user:password@]host[:port][/prefix]``.
+
+    Raises:
+        UserError: it is not such a URL.
+    """
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # Read for its check.
+    except ValueError as error:
+        raise UserError(f"daemon.engine {url!r} is not a URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(
+            f"daemon.engine {url!r}: give the vLLM server's URL, such as http://127.0.0.1:8000"
+        )
+    if parts.query or parts.fragment:
+        raise UserError(f"daemon.engine {parts.hostname}: leave out query and fragment")
 
 
 async def serve(

@@ -40,6 +40,9 @@ opencode."""
 WINDOW_HEADER = "x-codex-window-id"
 """Codex's thread id with a number that each compaction of the history raises."""
 
+_SESSION = "session:"
+_PEER = "peer:"
+
 _HARNESSES = (
     ("claude-cli/", "claude-code"),
     ("codex", "codex"),
@@ -89,8 +92,13 @@ def run_key(exchange: Exchange, caller: Caller | None = None) -> RunKey:
     if named := session.run or session.session:
         return RunKey(named, told=True)
     if named := (caller or read_caller(exchange)).session:
-        return RunKey(f"session:{named}", told=False)
-    return RunKey(f"peer:{session.peer.rpartition(':')[0] or 'unknown'}", told=False)
+        return RunKey(f"{_SESSION}{named}", told=False)
+    return RunKey(f"{_PEER}{session.peer.rpartition(':')[0] or 'unknown'}", told=False)
+
+
+def is_given(run: str) -> bool:
+    """Say whether a run's name is one that somebody gave, not one made of what was seen."""
+    return not run.startswith((_SESSION, _PEER))
 
 
 def agent_id(exchange: Exchange) -> str:

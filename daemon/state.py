@@ -506,7 +506,8 @@ class State:
         """Announce a run. Repeating it with the same fields is allowed.
 
         Raises:
-            Conflict: the run was registered otherwise, or it or its group has been decided.
+            Conflict: the run was registered otherwise, its group with another size, or one of the
+                two has been decided.
         """
         now = time.time()
         with self._transaction() as db:
@@ -529,6 +530,15 @@ class State:
                 decided = db.execute("SELECT state FROM groups WHERE id = ?", (group,)).fetchone()
                 if decided["state"] != "open":
                     raise Conflict(f"group {group} has already been {decided['state']}")
+                other = db.execute(
+                    "SELECT id, group_size FROM runs WHERE group_id = ? AND group_size != ?",
+                    (group, group_size),
+                ).fetchone()
+                if other is not None:
+                    raise Conflict(
+                        f"group {group} was announced with group_size {other['group_size']} "
+                        f"(run {other['id']}), not {group_size}"
+                    )
             db.execute(
                 "INSERT INTO runs (id, key, group_id, group_size, task, rewards_expected, "
                 "registered, first_seen, last_seen) VALUES (?, ?, ?, ?, ?, ?, 1, ?, ?) "

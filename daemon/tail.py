@@ -68,6 +68,7 @@ class Tail:
         Raises:
             UserError: the folder is missing and can't be made.
         """
+        found = self.directory.exists()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -75,6 +76,12 @@ class Tail:
                 f"daemon.traces {self.directory} can't be used ({error.strerror}): name the folder "
                 "that the sidecar writes"
             ) from None
+        if not found:
+            logger.warning(
+                "daemon.traces %s did not exist and has been made: see that it is the folder the "
+                "sidecar writes",
+                self.directory.absolute(),
+            )
         observer = Observer()
         try:
             observer.schedule(

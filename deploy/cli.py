@@ -8,8 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from deploy.errors import UserError
+
+DAEMON_URL = "http://127.0.0.1:8790"
+# What runs without the learner, or not without the engine, which pip alone can't install.
+_SIDECAR_COMMANDS = frozenset({"sidecar", "run", "key", "doctor"})
+_ENGINE_COMMANDS = frozenset({"serve", "up", "demo"})
 
 
 def _config(args: argparse.Namespace, flags: dict[str, str]) -> Any:
@@ -113,7 +119,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _reward(args: argparse.Namespace) -> int:
     from daemon.client import DaemonClient
 
-    reply = DaemonClient(args.daemon).reward(
+    reply = DaemonClient(_url(args.daemon)).reward(
         value=args.value, run=args.run, call=args.call, name=args.name, key=args.key
     )
     print(json.dumps(reply))
@@ -123,7 +129,7 @@ def _reward(args: argparse.Namespace) -> int:
 def _status(args: argparse.Namespace) -> int:
     from daemon.client import DaemonClient, format_status
 
-    status = DaemonClient(args.daemon).status()
+    status = DaemonClient(_url(args.daemon)).status()
     print(json.dumps(status, indent=2) if args.json else format_status(status))
     return 0
 
@@ -188,6 +194,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_answers_commands(command, configured)
     traces_cli.add(commands)
+    for sub in commands.choices.values():
+        sub.set_defaults(parser=sub)
     return parser
 
 
@@ -236,8 +244,25 @@ def _add_answers_commands(command: Callable[..., Any], configured: Callable[[Any
 
 def _daemon_url(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--daemon", default="http://127.0.0.1:8790", metavar="URL", help="the daemon's API"
+        "--daemon", default=DAEMON_URL, metavar="URL", help=f"the daemon's API ({DAEMON_URL})"
     )
+
+
+def _url(text: str) -> str:
+    """Return the value of ``--daemon``.
+
+    Raises:
+        UserError: it is no URL.
+    """
+    try:
+        parts = urlsplit(text)
+        # Reading the port checks it.
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or any(character.isspace() for character in text):
+        raise UserError(f"--daemon {text} is no URL: write it like {DAEMON_URL}")
+    return text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -245,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown and not getattr(args, "passes_flags_on", False):
-        parser.error(f"unrecognised arguments: {' '.join(unknown)}")
+        args.parser.error(f"unrecognised arguments: {' '.join(unknown)}")
     args.vllm_flags = unknown
     try:
         return int(args.function(args))
@@ -255,10 +280,9 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
     except ModuleNotFoundError as error:
-        # The sidecar's extra installs alone; the other commands need more.
         print(
-            f"ridealong {args.command}: the package {error.name} is not installed: run"
-            " deploy/setup.sh, or pip install 'ridealong[learner,cpu,demo]'",
+            f"ridealong {args.command}: the package {error.name} is not installed: in a clone of"
+            f" Ridealong, {_installation(args.command)}",
             file=sys.stderr,
         )
         return 2
@@ -266,3 +290,11 @@ def main(argv: list[str] | None = None) -> int:
         # The reader has left (`ridealong status | head`); keep the exit from flushing into it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _installation(command: str) -> str:
+    """Return what installs all that a command needs."""
+    if command in _ENGINE_COMMANDS:
+        return "run deploy/setup.sh"
+    extra = "sidecar" if command in _SIDECAR_COMMANDS else "learner"
+    return f"pip install '.[{extra}]', or run deploy/setup.sh"

@@ -4,6 +4,7 @@ A section is a ``msgspec.Struct`` whose keys all have a default, a type and a de
 keys and wrong types are errors that name the key. ``python -m deploy.config`` prints the reference.
 """
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from deploy.serve_config import ServeConfig
 from sidecar.config import SidecarConfig
 from trainer.config import TrainerConfig
 from trainer.swap.config import SwapConfig
+
+# Where an error lies, as msgspec writes it: `$.sidecar.upstreams[0].credentials`.
+_PATH = re.compile(r"at `\$(\S*)`$")
+_STEP = re.compile(r"\.([^.\[]+)|(\[[^\]]*\])")
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,8 +56,36 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> Config:
         return msgspec.convert(data, Config)
     except msgspec.ValidationError as error:
         raise UserError(
-            f"configuration ({where}): {error}; see docs/configuration.md for all keys"
+            f"configuration ({where}): {error}{_allowed(str(error))}; see docs/configuration.md "
+            "for all keys"
         ) from None
+
+
+def _allowed(error: str) -> str:
+    """Return the values that the key named in an error may have, where they are enumerated."""
+    path = _PATH.search(error)
+    info = msgspec.inspect.type_info(Config)
+    for name, _ in _STEP.findall(path[1] if path else ""):
+        info = _below(info, name)
+    info = _plain(info)
+    if not isinstance(info, msgspec.inspect.LiteralType):
+        return ""
+    return f"; allowed: {', '.join(str(value) for value in info.values)}"
+
+
+def _below(info: msgspec.inspect.Type, name: str) -> msgspec.inspect.Type:
+    """Return the type of a struct's key ``name``, or of a list's items."""
+    info = _plain(info)
+    if isinstance(info, msgspec.inspect.StructType):
+        return next(field.type for field in info.fields if field.encode_name == name)
+    return info.item_type if isinstance(info, msgspec.inspect.ListType) else info
+
+
+def _plain(info: msgspec.inspect.Type) -> msgspec.inspect.Type:
+    """Return a type without its descriptions."""
+    while isinstance(info, msgspec.inspect.Metadata):
+        info = info.type
+    return info
 
 
 def reference() -> str:
@@ -93,9 +126,7 @@ def _table(title: str, struct: type[msgspec.Struct]) -> list[str]:
 
 def _entry(annotation: Any) -> type[msgspec.Struct] | None:
     """Return the struct that a key is a list of, None if it is something else."""
-    info = msgspec.inspect.type_info(annotation)
-    while isinstance(info, msgspec.inspect.Metadata):
-        info = info.type
+    info = _plain(msgspec.inspect.type_info(annotation))
     if not isinstance(info, msgspec.inspect.ListType):
         return None
     item = info.item_type

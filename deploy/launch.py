@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deploy.errors import UserError
-from sidecar.access.keys import RunKeys, is_run, load_secret
+from sidecar.access.keys import RunKeys, is_run, load_secret, not_a_run
 from sidecar.call import new_id
 from sidecar.config import SidecarConfig
 
@@ -60,10 +60,7 @@ def run(config: SidecarConfig, command: list[str], run: str | None, mode: Mode) 
     if not command:
         raise UserError("give the program to start: ridealong run -- COMMAND")
     if run is not None and not is_run(run):
-        raise UserError(
-            f"--run {run}: use up to 128 letters, digits, dots, hyphens and underscores, and begin "
-            "with a letter or digit"
-        )
+        raise UserError(f"--run: {not_a_run(run)}")
     run = run or f"run-{new_id()}"
     ways = ask(config.admin)
     key = None
@@ -94,7 +91,7 @@ def ask(admin: str) -> Ways:
             return Ways(ways["base_url"], ways.get("proxy"), ways.get("ca_bundle"))
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         raise UserError(
-            f"no sidecar answers at http://{admin}: start one with `ridealong sidecar`, or name "
+            f"no sidecar answers at http://{admin}: start `ridealong sidecar`, or name "
             "its admin address with --set sidecar.admin=HOST:PORT"
         ) from None
 

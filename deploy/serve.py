@@ -48,7 +48,7 @@ def command(config: ServeConfig, extra_args: list[str]) -> tuple[list[str], dict
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     # Not `vllm serve`: it asks for the metadata of a distribution that the CPU build hasn't.
     argv += ["--model", str(model), "--host", config.host, "--port", str(config.port)]
-    argv += ["--served-model-name", config.served_model_name or model.resolve().name]
+    argv += ["--served-model-name", config.served_model_name or _name(model)]
     argv += ["--weight-transfer-config", '{"backend":"ridealong"}']
     argv += ["--logprobs-mode", "processed_logprobs"]
     # A model's generation_config.json may set top_p or top_k for every request that sets none;
@@ -126,6 +126,11 @@ def _check_model(configured: str, model: Path, own_tokenizer: bool) -> None:
             f"{model} has no tokenizer: copy the tokenizer files of its base model into it "
             "or name them with --tokenizer"
         )
+
+
+def _name(model: Path) -> str:
+    """The folder's name as it was given: a link is not followed."""
+    return Path(os.path.abspath(model)).name
 
 
 def _cpu_build() -> bool:

@@ -3,7 +3,7 @@
 # Ridealong into it with what was tested together. Safe to run again: it does nothing when nothing
 # changed. Called by the Makefile; needs no arguments and no earlier steps.
 #
-#   RIDEALONG_VENV    where the environment lies       (default: .venv)
+#   RIDEALONG_VENV    where the environment lies       (default: .venv; relative to the clone)
 #   RIDEALONG_ENGINE  cpu or gpu                        (default: gpu where nvidia-smi finds one)
 #   PYTHON            a Python 3.12 interpreter to use  (default: looked for)
 set -euo pipefail
@@ -54,7 +54,7 @@ say "installing Ridealong and its $engine engine into $venv (about 7 GB, minutes
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check 'uv>=0.9' 2>&1 | grep -v '^WARNING' || true
 # The environment's own pip may have been told about mirrors and certificates; uv asks the system's.
 # Compiled now: where Python may not write bytecode, every start would compile torch and vLLM anew.
-UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1 VIRTUAL_ENV="$PWD/$venv" "$venv/bin/uv" pip install --quiet \
+UV_SYSTEM_CERTS=1 UV_NATIVE_TLS=1 VIRTUAL_ENV="$(cd "$venv" && pwd)" "$venv/bin/uv" pip install --quiet \
   --compile-bytecode \
   --constraint "deploy/constraints-$engine.txt" --override "deploy/overrides-$engine.txt" \
   --editable ".[learner,$engine,demo,test]"

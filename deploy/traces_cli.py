@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import os
 import re
 import sys
 import time
@@ -23,7 +24,7 @@ def add(commands: Any) -> None:
 
     def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> Any:
         sub = inner.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        sub.set_defaults(function=function)
+        sub.set_defaults(function=_reporting(function), parser=sub)
         return sub
 
     def reads(sub: Any) -> None:
@@ -49,7 +50,7 @@ def add(commands: Any) -> None:
     sub = command("ls", _ls, "list the recorded model calls")
     reads(sub)
     selects(sub)
-    sub.add_argument("--last", type=int, metavar="N", help="only the last N")
+    sub.add_argument("--last", type=_positive, metavar="N", help="only the last N")
     sub.add_argument("--json", action="store_true", help="one JSON object per call")
 
     sub = command("show", _show, "show a call as a conversation")
@@ -57,7 +58,7 @@ def add(commands: Any) -> None:
     reads(sub)
     redacts(sub)
 
-    sub = command("cat", _cat, "write the records whole, one JSON object per line")
+    sub = command("cat", _cat, "write the records whole and unredacted, one JSON object per line")
     reads(sub)
     sub.add_argument("--follow", action="store_true", help="go on as records are written")
 
@@ -97,6 +98,38 @@ def add(commands: Any) -> None:
     )
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _reporting(
+    function: Callable[[argparse.Namespace], int],
+) -> Callable[[argparse.Namespace], int]:
+    """Wrap a command: output that can't be written, as on a full disk, is one line and status 1."""
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            status = function(args)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            where, reason = error.filename or "standard output", error.strerror or error
+            print(f"ridealong traces: {where}: {reason}", file=sys.stderr)
+            # Keep the exit from flushing into it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        return status
+
+    return run
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
 def _turns(args: argparse.Namespace, call: str | None = None) -> Iterator[Any]:
     from daemon.traces.find import Query, exchanges
     from daemon.traces.turns import read_turn
@@ -107,7 +140,7 @@ def _turns(args: argparse.Namespace, call: str | None = None) -> Iterator[Any]:
         route=getattr(args, "route", None),
         outcome=getattr(args, "outcome", None),
     )
-    for exchange in exchanges(args.paths, query):
+    for exchange in exchanges(args.paths, query, _warn):
         if exchange.route != "other":
             yield read_turn(exchange)
 
@@ -119,7 +152,7 @@ def _ls(args: argparse.Namespace) -> int:
 
     rows = [listing.row(turn) for turn in _turns(args)]
     if args.last is not None:
-        rows = rows[-args.last :] if args.last > 0 else []
+        rows = rows[-args.last :]
     if args.json:
         for row in rows:
             _line(sys.stdout, row)
@@ -194,6 +227,7 @@ def _export(args: argparse.Namespace) -> int:
         if args.output is None:
             for document in found:
                 _line(sys.stdout, document)
+            sys.stdout.flush()  # Before it is said to be written.
         elif args.format == "atif":
             args.output.mkdir(parents=True, exist_ok=True)
             for number, document in enumerate(found):

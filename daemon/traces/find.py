@@ -1,6 +1,6 @@
 """Finds records in folders of shards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from daemon import runs
 from deploy.errors import UserError
 from sidecar.traces.reader import Located, RecordReader
 from sidecar.traces.record import Exchange
-from sidecar.traces.shards import SUFFIX
+from sidecar.traces.shards import SUFFIX, read_frames
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def shards(paths: Sequence[Path]) -> list[Path]:
     """Return the shards of folders, oldest first, and the files that are named themselves.
 
     Raises:
-        UserError: a path is missing, or a folder holds no shard.
+        UserError: a path is missing or no shard, or a folder holds none.
     """
     found: list[Path] = []
     for path in paths:
@@ -43,11 +43,30 @@ def shards(paths: Sequence[Path]) -> list[Path]:
             if not here:
                 raise UserError(f"{path} holds no trace shards (*{SUFFIX})")
             found += here
-        elif path.exists():
-            found.append(path)
-        else:
+        elif not path.exists():
             raise UserError(f"{path} does not exist: name a folder with trace shards, or a shard")
+        elif not _is_shard(path):
+            raise UserError(
+                f"{path} is no trace shard: name a folder with trace shards, or a shard"
+            )
+        else:
+            found.append(path)
     return found
+
+
+def _is_shard(path: Path) -> bool:
+    """Say whether a file is a shard, by its name, which a damaged one keeps, or its beginning."""
+    if path.name.endswith(SUFFIX):
+        return True
+    try:
+        frame = next(read_frames(path), None)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return frame is not None and frame.error is None
+
+
+def _unreadable(shard: Path, error: OSError) -> UserError:
+    return UserError(f"{shard} can't be read: {error.strerror or error}")
 
 
 def records(paths: Sequence[Path]) -> Iterator[tuple[Path, Located]]:
@@ -62,17 +81,28 @@ def records(paths: Sequence[Path]) -> Iterator[tuple[Path, Located]]:
                 for one in located:
                     yield shard, one
         except OSError as error:
-            raise UserError(f"{shard} can't be read: {error.strerror or error}") from None
+            raise _unreadable(shard, error) from None
 
 
-def exchanges(paths: Sequence[Path], query: Query) -> Iterator[Exchange]:
+def damage(shard: Path, located: Located) -> str:
+    """Say where a shard is damaged, and how."""
+    return f"{shard.name} at {located.frame}: {located.error}"
+
+
+def exchanges(
+    paths: Sequence[Path], query: Query, warn: Callable[[str], None]
+) -> Iterator[Exchange]:
     """Yield the exchanges that are meant, in the order in which they were written.
 
-    Damaged records are passed over: ``stats`` counts them.
+    Damaged records are passed over; ``warn`` is told of each place once.
 
     Raises:
         UserError: as ``records``.
     """
-    for _, located in records(paths):
+    warned: set[tuple[Path, int]] = set()
+    for shard, located in records(paths):
+        if located.record is None and (shard, located.frame) not in warned:
+            warned.add((shard, located.frame))
+            warn(f"damaged: {damage(shard, located)}")
         if isinstance(located.record, Exchange) and query.takes(located.record):
             yield located.record

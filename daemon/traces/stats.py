@@ -66,7 +66,7 @@ def collect(paths: Sequence[Path]) -> Stats:
             case SidecarStarted():
                 pass
             case None:
-                stats.damaged.append(f"{shard.name} at {located.frame}: {located.error}")
+                stats.damaged.append(find.damage(shard, located))
     stats.runs = len(runs)
     return stats
 

@@ -172,8 +172,10 @@ def _owned(directory: Path) -> Iterator[None]:
     """Hold the run folder, so that a second demo doesn't move it away under the first.
 
     Raises:
-        UserError: another demo holds it, or the place can't be written.
+        UserError: another demo holds it, it is no folder, or the place can't be written.
     """
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is not a folder; choose another --directory")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         lock = directory.with_name(f".{directory.name}.lock").open("w")

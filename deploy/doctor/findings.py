@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.doctor.probes import Answer, Probe
+from deploy.doctor.probes import Answer, Kind, Probe
 from sidecar.traces.record import Exchange
 
 _NOT_OFFERED = (404, 405, 501)
@@ -31,7 +31,8 @@ def judge(
     if answer.status in _NOT_OFFERED:
         return Finding(probe, True, "-", "the model server does not offer it")
     if answer.error is not None:
-        return Finding(probe, False, "-", _failure(answer), _advice(probe, answer))
+        failure = _failure(answer, exchange)
+        return Finding(probe, False, "-", failure, _advice(probe.kind, answer, failure))
     if exchange is None:
         return Finding(
             probe,
@@ -63,21 +64,50 @@ def _fault(
     return None, None
 
 
-def _failure(answer: Answer) -> str:
-    return f"HTTP {answer.status}: {answer.error}" if answer.status else str(answer.error)
+def unlisted(answer: Answer, exchange: Exchange | None) -> str:
+    """Say why there is no list of models to choose from, and what to do about it, in one line."""
+    problem = _failure(answer, exchange)
+    advice = _advice("plain", answer, problem)
+    return (
+        f"/v1/models lists no models: {problem}: "
+        f"{advice or 'correct sidecar.upstream, or name a model with --model'}"
+    )
 
 
-def _advice(probe: Probe, answer: Answer) -> str | None:
-    if probe.kind == "tool" and answer.status == 400:
+def _failure(answer: Answer, exchange: Exchange | None) -> str:
+    """What went wrong. Why the model server gave no reply, only the record says."""
+    if answer.status:
+        return f"HTTP {answer.status}: {answer.error}"
+    if exchange is not None and exchange.outcome == "upstream_error" and exchange.error:
+        return f"the sidecar's request to {exchange.upstream} failed: {exchange.error}"
+    return str(answer.error)
+
+
+def _advice(kind: Kind, answer: Answer, problem: str) -> str | None:
+    if kind == "tool" and answer.status == 400:
         return (
             "start the model server with tool calls on: `ridealong serve` with "
             "serve.tool_call_parser, or vLLM's --enable-auto-tool-choice --tool-call-parser"
         )
     if answer.status in (401, 403):
+        if "run key" in problem:
+            return "name the sidecar's configuration with --config: the doctor makes its own keys"
         return "give the API key with --api-key, or let the upstream's credentials be replaced"
     if answer.status == 0:
-        return "start the model server, or correct sidecar.upstream"
+        return _silence(answer, problem)
     return None
+
+
+def _silence(answer: Answer, problem: str) -> str:
+    """What to do where no reply came."""
+    authority = "SSL_CERT_FILE=FILE in the environment, a PEM file that holds its authority"
+    if not answer.reached:
+        if "certificate" in problem:
+            return f"start the doctor with {authority}"
+        return "the sidecar's admin port answers, the address that agents connect to does not"
+    if "certificate verify failed" in problem.lower():
+        return f"its certificate is not trusted: start the sidecar with {authority}"
+    return "start the model server, or correct sidecar.upstream"
 
 
 def _source_advice(probe: Probe) -> str:

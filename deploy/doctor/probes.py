@@ -14,7 +14,9 @@ Kind = Literal["plain", "streamed", "tool", "cancelled"]
 KINDS: tuple[Kind, ...] = ("plain", "streamed", "tool", "cancelled")
 
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
+_LIST_TIMEOUT = aiohttp.ClientTimeout(total=10)
 _ERROR_CHARACTERS = 300
+_COUNTED_TOKENS = 2000
 _QUESTION = "What is the weather in Paris? Use the tool."
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 _FUNCTION = {"name": "weather", "description": "Weather of a city.", "parameters": _SCHEMA}
@@ -39,10 +41,22 @@ class Probe:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the caller saw; ``error`` is None when all was well. ``status`` is 0 for no reply."""
+    """What the caller saw; ``error`` is None when all was well. ``status`` is 0 for no reply.
+
+    ``reached``: the sidecar took the call.
+    """
 
     status: int
     error: str | None = None
+    reached: bool = True
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that the server lists. ``length``: its longest sequence in tokens, None: not said."""
+
+    name: str
+    length: int | None = None
 
 
 def probes(tag: str) -> list[Probe]:
@@ -55,12 +69,11 @@ def probes(tag: str) -> list[Probe]:
     ]
 
 
-def request(probe: Probe, model: str) -> tuple[str, dict[str, Any]]:
+def request(probe: Probe, model: Model) -> tuple[str, dict[str, Any]]:
     """Return path and body of a probe."""
-    # A call that is hung up on must not end by itself before.
-    limit = 2000 if probe.kind == "cancelled" else 32
+    limit = _many(model) if probe.kind == "cancelled" else 32
     text = "Count from one to a thousand." if probe.kind == "cancelled" else _QUESTION
-    body: dict[str, Any] = {"model": model}
+    body: dict[str, Any] = {"model": model.name}
     match probe.route:
         case "completions":
             body |= {"prompt": text, "max_tokens": limit}
@@ -77,6 +90,12 @@ def request(probe: Probe, model: str) -> tuple[str, dict[str, Any]]:
     return _PATHS[probe.route], body
 
 
+def _many(model: Model) -> int:
+    """Return how many tokens to ask for in a call that must not end before it is hung up on."""
+    # A server refuses to generate more than the prompt leaves room for.
+    return _COUNTED_TOKENS if model.length is None else min(_COUNTED_TOKENS, model.length // 2)
+
+
 def _tool(route: Route) -> dict[str, Any]:
     if route == "chat":
         return {"type": "function", "function": _FUNCTION}
@@ -89,18 +108,38 @@ def _tool(route: Route) -> dict[str, Any]:
     }
 
 
-async def send(
-    base: str, probe: Probe, model: str, headers: dict[str, str], key: Callable[[str], str | None]
-) -> Answer:
+async def models(base: str, run: str, key: str | None) -> tuple[Answer, list[Model]]:
+    """Ask for the models through the sidecar; never raises for what the path does wrong."""
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=_LIST_TIMEOUT) as session,
+            session.get(f"{base}/r/{run}/v1/models", headers=_authorization(key)) as reply,
+        ):
+            text = await reply.text(errors="replace")
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return _unanswered(error), []
+    if reply.status != 200:
+        return Answer(reply.status, _message(text)), []
+    try:
+        listed = [_listed(one) for one in json.loads(text)["data"]]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Answer(reply.status, f"not a list of models: {_message(text)}"), []
+    return Answer(reply.status, None if listed else "the list is empty"), listed
+
+
+def _listed(entry: Any) -> Model:
+    length = entry.get("max_model_len")
+    return Model(str(entry["id"]), length if isinstance(length, int) else None)
+
+
+async def send(base: str, probe: Probe, model: Model, key: Callable[[str], str | None]) -> Answer:
     """Send a probe through the sidecar at ``base``; never raises for what the path does wrong.
 
     ``key`` returns the API key for a run, None for no key.
     """
     path, body = request(probe, model)
     url = f"{base}/r/{probe.run}{path}"
-    sent = dict(headers)
-    if api_key := key(probe.run):
-        sent["authorization"] = f"Bearer {api_key}"
+    sent = _authorization(key(probe.run))
     if probe.route == "messages":
         sent["anthropic-version"] = "2023-06-01"
     try:
@@ -114,7 +153,21 @@ async def send(
                 return _whole(reply.status, await reply.read())
             return await _stream(probe, reply)
     except (aiohttp.ClientError, TimeoutError) as error:
-        return Answer(0, str(error) or type(error).__name__)
+        return _unanswered(error)
+
+
+def _authorization(key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def _unanswered(error: Exception) -> Answer:
+    """Say why a call got no reply."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        cause = error.certificate_error
+        reason = getattr(cause, "verify_message", None) or str(cause)
+        return Answer(0, f"the sidecar's certificate is not trusted: {reason}", reached=False)
+    reached = not isinstance(error, aiohttp.ClientConnectorError)
+    return Answer(0, str(error) or type(error).__name__, reached)
 
 
 def _whole(status: int, body: bytes) -> Answer:

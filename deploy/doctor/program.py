@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import aiohttp
 from deploy.config import Config
 from deploy.doctor import findings, probes
 from deploy.doctor.findings import Finding
-from deploy.doctor.probes import Answer, Probe
+from deploy.doctor.probes import Answer, Model
 from deploy.errors import UserError
+from deploy.launch import ask
 from sidecar.traces.reader import RecordReader
 from sidecar.traces.record import Exchange
 from sidecar.traces.shards import SUFFIX
@@ -29,35 +30,26 @@ def run(config: Config, model: str | None, api_key: str | None) -> int:
     ``api_key``: the key for the model server.
 
     Raises:
-        UserError: the sidecar or the model server can't be reached.
+        UserError: the sidecar can't be reached, or there is no model to ask for.
     """
-    return asyncio.run(_run(config, model, api_key))
+    return asyncio.run(_run(config, ask(config.sidecar.admin).base_url, model, api_key))
 
 
-async def _run(config: Config, model: str | None, api_key: str | None) -> int:
+async def _run(config: Config, base: str, model: str | None, api_key: str | None) -> int:
     sidecar = config.sidecar
-    scheme = "https" if sidecar.tls_certificate else "http"
-    base = f"{scheme}://{sidecar.listen}"
+    traces = Path(sidecar.traces)
     key = _keys(config, api_key)
-    ready = await _get(f"http://{sidecar.admin}/readyz", None)
-    if ready is None:
-        raise UserError(
-            f"no sidecar answers at http://{sidecar.admin}: start `ridealong sidecar`, or name "
-            "its configuration with --config"
-        )
+    ready = await _get(f"http://{sidecar.admin}/readyz")
     for reason in ready.get("reasons", []):
         print(f"sidecar: not ready: {reason}")
     tag = f"doctor-{os.getpid()}-{int(time.time())}"
-    asked = model or await _first_model(base, tag, key)
-    health = await _get(f"http://{sidecar.admin}/healthz", None) or {}
+    asked = await _model(base, f"{tag}.models", key, model, traces)
+    health = await _get(f"http://{sidecar.admin}/healthz")
     upstream = health.get("upstream", sidecar.upstream)
-    print(f"sidecar {base} -> {upstream}, model {asked}, traces in {sidecar.traces}\n")
+    print(f"sidecar {base} -> {upstream}, model {asked.name}, traces in {sidecar.traces}\n")
     since = time.time()
-    results = []
-    for probe in probes.probes(tag):
-        answer = await probes.send(base, probe, asked, {}, key)
-        results.append((probe, answer))
-    records = await _records(Path(sidecar.traces), since, results)
+    results = [(probe, await probes.send(base, probe, asked, key)) for probe in probes.probes(tag)]
+    records = await _records(traces, since, {probe.run: answer for probe, answer in results})
     found = [
         findings.judge(probe, answer, exchange := records.get(probe.run), _checks(exchange))
         for probe, answer in results
@@ -74,45 +66,50 @@ def _keys(config: Config, api_key: str | None) -> Callable[[str], str | None]:
     return RunKeys(load_secret(Path(config.sidecar.key_file).expanduser())).issue
 
 
-async def _get(url: str, key: str | None) -> dict[str, Any] | None:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+async def _get(url: str) -> dict[str, Any]:
     try:
         async with (
             aiohttp.ClientSession(timeout=_TIMEOUT) as session,
-            session.get(url, headers=headers) as reply,
+            session.get(url) as reply,
         ):
             answer = await reply.json(content_type=None)
             return answer if isinstance(answer, dict) else {}
     except (aiohttp.ClientError, TimeoutError, ValueError):
-        return None
+        return {}
 
 
-async def _first_model(base: str, tag: str, key: Callable[[str], str | None]) -> str:
-    run = f"{tag}.models"
-    models = await _get(f"{base}/r/{run}/v1/models", key(run))
-    try:
-        return str((models or {})["data"][0]["id"])
-    except (KeyError, IndexError, TypeError):
-        raise UserError(
-            "the model server lists no models at /v1/models: start it, correct sidecar.upstream, "
-            "or name a model with --model"
-        ) from None
+async def _model(
+    base: str, run: str, key: Callable[[str], str | None], name: str | None, traces: Path
+) -> Model:
+    """Return the model of this name, or the first one that is listed.
+
+    Raises:
+        UserError: no name, and no list.
+    """
+    since = time.time()
+    answer, listed = await probes.models(base, run, key(run))
+    if name is not None:
+        return next((model for model in listed if model.name == name), Model(name))
+    if not listed:
+        records = await _records(traces, since, {run: answer})
+        raise UserError(findings.unlisted(answer, records.get(run)))
+    return listed[0]
 
 
 async def _records(
-    traces: Path, since: float, results: Sequence[tuple[Probe, Answer]]
+    traces: Path, since: float, answers: Mapping[str, Answer]
 ) -> dict[str, Exchange]:
-    """Return run → record of the probes; waits for those that were answered."""
-    wanted = {probe.run for probe, answer in results if answer.status == 200}
+    """Return run → record; waits for those of calls that were answered, or should have been."""
+    wanted = {run for run, got in answers.items() if got.reached and got.status in (0, 200)}
     deadline = time.monotonic() + _RECORD_SECONDS
     while True:
-        found = await asyncio.to_thread(_read, traces, since, {probe.run for probe, _ in results})
+        found = await asyncio.to_thread(_read, traces, since, answers.keys())
         if wanted <= found.keys() or time.monotonic() >= deadline:
             return found
         await asyncio.sleep(0.2)
 
 
-def _read(traces: Path, since: float, runs: set[str]) -> dict[str, Exchange]:
+def _read(traces: Path, since: float, runs: Set[str]) -> dict[str, Exchange]:
     found = {}
     for shard in sorted(traces.glob(f"*{SUFFIX}")):
         if shard.stat().st_mtime < since - 1:

@@ -1,5 +1,6 @@
 """``python -m tests.conformance``: run the suite, print the table and every difference."""
 
+import argparse
 import signal
 import sys
 import tempfile
@@ -7,12 +8,13 @@ from pathlib import Path
 
 from tests.conformance import compare, suite
 from tests.conformance.cases import all_cases
+from tests.conformance.script import Case
 
 
-def main(wanted: list[str]) -> int:
-    """Run the cases whose ids contain one of ``wanted``, or all; return the exit status."""
+def main(argv: list[str]) -> int:
+    """Run the cases that are asked for; return the exit status."""
+    cases = _cases(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # So that the sidecars end as well.
-    cases = [case for case in all_cases() if not wanted or any(w in case.id for w in wanted)]
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
         report = suite.run(Path(folder), cases)
     print(report.table())
@@ -25,6 +27,22 @@ def main(wanted: list[str]) -> int:
     print(report.notices())
     print(report.summary())
     return 1 if report.differing else 0
+
+
+def _cases(argv: list[str]) -> list[Case]:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.conformance",
+        description="Compare what passes through the sidecar with what there is without it.",
+    )
+    parser.add_argument(
+        "wanted", nargs="*", metavar="CASE", help="part of the ids of cases to run (default: all)"
+    )
+    wanted = parser.parse_args(argv).wanted
+    cases = list(all_cases())
+    for part in wanted:
+        if not any(part in case.id for case in cases):
+            parser.error(f"no case matches {part!r}")
+    return [case for case in cases if not wanted or any(part in case.id for part in wanted)]
 
 
 if __name__ == "__main__":

@@ -15,9 +15,11 @@ import pytest
 from daemon import scheduler as scheduling
 from daemon.client import AsyncDaemonClient, DaemonClient, DaemonUnreachable, format_status
 from daemon.config import DaemonConfig
-from daemon.program import serve
+from daemon.program import check_engine, serve
 from daemon.state import State
+from deploy.cli import main
 from deploy.errors import UserError
+from sidecar.access.keys import RunKeys
 from tests.daemon.fakes import FakeEngine, FakeTrainer, read_journal
 from tests.daemon.recorded import append, exchange
 from trainer.batch import Batch
@@ -464,6 +466,8 @@ def request(url: str, method: str, path: str, body: bytes | None = None) -> tupl
         ("/v1/rewards", b'{"value": 1}', 400, "either a run or a call"),
         ("/v1/rewards", b'{"value": 1, "run": "a", "call": "b"}', 400, "either a run or a call"),
         ("/v1/rewards", b'{"value": 1e999, "run": "a"}', 400, "out of range"),
+        ("/v1/rewards", b'{"value": NaN, "run": "a"}', 400, "has to be a finite number, not NaN"),
+        ("/v1/rewards", b'{"value": -Infinity, "run": "a"}', 400, "number, not -Infinity"),
         ("/v1/rewards", b'{"value": 1, "run": "a", "what": 2}', 400, "unknown field `what`"),
         ("/v1/rewards", b'{"value": -1.1e6, "run": "a"}', 400, "between -1000000 and 1000000"),
         ("/v1/rewards", b"[" * 200_000, 400, "POST /v1/rewards: "),
@@ -492,6 +496,17 @@ async def test_run_can_not_change_its_group(daemon):
         await one.client.register_run("a", group="h", group_size=2)
 
 
+async def test_runs_of_a_group_agree_on_its_size(daemon):
+    one = await daemon(train=False)
+    await one.client.register_run("a", group="g", group_size=2)
+    said = r"group g was announced with group_size 2 \(run a\), not 3"
+    with pytest.raises(UserError, match=said):
+        await one.client.register_run("b", group="g", group_size=3)
+    await one.client.register_run("b", group="g", group_size=2)
+    await one.client.register_run("c", group="g")
+    await one.client.register_run("d", group="h", group_size=3)
+
+
 @pytest.mark.parametrize("changes", [{"group_size": 3}, {"task": "u"}, {"rewards": ["b"]}])
 async def test_run_can_not_be_registered_otherwise(daemon, changes):
     one = await daemon(train=False)
@@ -514,11 +529,45 @@ async def test_default_reward_keys_do_not_collide(daemon):
     one = await daemon(train=False)
     given = [
         await one.client.reward(run="p", name="q/r", value=1.0),
-        await one.client.reward(run="p/q", name="r", value=1.0),
         await one.client.reward(call="p", name="q/r", value=1.0),
-        await one.client.reward(run="p%2Fq", name="r", value=1.0),
+        await one.client.reward(call="p/q", name="r", value=1.0),
+        await one.client.reward(call="p%2Fq", name="r", value=1.0),
     ]
     assert len({reply["key"] for reply in given}) == 4
+
+
+@pytest.mark.parametrize("run", ["run 20", "a/b", "-a", "ä", "a" * 129, "a%20b"])
+async def test_what_is_no_run_id_is_refused(daemon, run):
+    one = await daemon(train=False)
+    with pytest.raises(ValueError, match="is not a run id") as elsewhere:
+        RunKeys(b"").issue(run)
+    for path, body in (("/v1/runs", {"run": run}), ("/v1/rewards", {"run": run, "value": 1.0})):
+        raw = msgspec.json.encode(body)
+        got, error = await asyncio.to_thread(request, one.url, "POST", path, raw)
+        assert (got, error) == (400, str(elsewhere.value))
+    assert (await one.client.status())["runs"] == {}
+
+
+async def test_runs_that_nobody_named_can_be_rewarded(daemon):
+    one = await daemon(train=False)
+    headers = [("x-session-id", "a b/c")]
+    calls = [
+        exchange("1", run=None, headers=headers),
+        exchange("2", run=None, session="told, with blanks"),
+    ]
+    await one.client.reward(run="session:a b/c", value=1.0)
+    append(one.traces / "x", [calls])
+    await one.until(lambda status: status["runs"] == {"open": 2})
+    for run in ("session:a b/c", "told, with blanks"):
+        await one.client.reward(run=run, value=0.5)
+        assert [r["value"] for r in (await one.client.run(run))["rewards"]] == [0.5]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_client_gives_no_reward_that_is_not_finite(value):
+    client = DaemonClient(f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(UserError, match=f"has to be a finite number, not {value}"):
+        client.reward(run="a", value=value)
 
 
 async def test_fault_of_the_daemon_is_json_too(daemon, monkeypatch):
@@ -570,6 +619,38 @@ async def test_trace_folder_that_can_not_be_made(tmp_path):
     )
     with pytest.raises(UserError, match=r"daemon\.traces .* can't be used"):
         await serve(config, FakeEngine(tmp_path), None, 100)
+
+
+async def test_trace_folder_that_was_made_is_told(daemon, tmp_path, caplog):
+    await daemon(train=False)
+    assert "did not exist" not in caplog.text
+    await daemon(train=False, traces=str(tmp_path / "nowhere"), directory=str(tmp_path / "other"))
+    told = f"daemon.traces {tmp_path / 'nowhere'} did not exist and has been made"
+    assert [r.levelname for r in caplog.records if told in r.message] == ["WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "text"),
+    [
+        ("foo", "'foo': give the vLLM server's URL, such as http://127.0.0.1:8000"),
+        ("ftp://a", "give the vLLM server's URL"),
+        ("http://", "give the vLLM server's URL"),
+        ("http://a:b", "is not a URL"),
+        ("http://[", "is not a URL"),
+        ("http://a?b", "leave out query and fragment"),
+    ],
+)
+def test_bad_engine_url(tmp_path, capsys, engine, text):
+    # What is wrong with the address comes later, and ends a daemon that takes the engine.
+    flags = ["--engine", engine, "--directory", str(tmp_path), "--listen", "0.0.0.0:1"]
+    assert main(["daemon", *flags, "--set", "daemon.train=false"]) == 2
+    error = capsys.readouterr().err
+    assert "daemon.engine" in error and text in error
+
+
+def test_engine_urls():
+    for url in ("http://127.0.0.1:8000", "https://me:secret@host/prefix/", "http://[::1]:8000"):
+        check_engine(url)
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:8790", "8790", "127.0.0.1:x", "example.org:80"])

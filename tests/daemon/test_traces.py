@@ -1,6 +1,7 @@
 """Listing, showing and exporting what shards hold."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from msgspec import structs
 from daemon.traces import atif, export, find, listing, openai, show, stats
 from daemon.traces.turns import Turn, conversations, read_turn
 from sidecar.traces.record import Body, Exchange, RecordsLost, Request, Response, Session
+from sidecar.traces.shards import ShardEncoder, read_frames
 from tests.daemon.recorded import append, exchange, tap_lines
 
 ASK = {"role": "user", "content": "What does a hammer cost?"}
@@ -314,6 +316,90 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     assert len(result.stderr.splitlines()) == 1
     empty = ridealong("stats", str(tmp_path))
     assert empty.returncode == 2 and "no trace shards" in empty.stderr
+
+
+def test_a_file_that_is_no_shard_is_named(tmp_path: Path) -> None:
+    shard = append(tmp_path / "one", [two_turns()])
+    renamed = shard.rename(tmp_path / "renamed")
+    assert find.shards([renamed]) == [renamed]
+    for name, data in (("stub.py", b"import json\n" * 20), ("empty", b""), ("short", b"PK")):
+        (tmp_path / name).write_bytes(data)
+        for command in (["ls"], ["show", "a1"], ["cat"], ["stats"], ["export"]):
+            if name == "stub.py" or command == ["ls"]:
+                result = ridealong(*command, str(tmp_path / name))
+                assert (result.returncode, result.stdout) == (2, "")
+                assert f"{name} is no trace shard" in result.stderr
+
+
+def test_damage_is_told_once_per_place(tmp_path: Path) -> None:
+    first, second = two_turns()
+    shard = append(tmp_path / "one", [[first], [second, second], [first]])
+    data = bytearray(shard.read_bytes())
+    frames = [frame.offset for frame in read_frames(shard)]
+    data[frames[1] + 60] ^= 0xFF
+    shard.write_bytes(data)
+    expected = f"damaged: {shard.name} at {frames[1]}: the data does not match its checksum\n"
+    assert expected in ridealong("stats", str(tmp_path)).stdout
+    listed = ridealong("ls", str(tmp_path))
+    assert (listed.returncode, listed.stderr) == (0, expected) and "a1" in listed.stdout
+    exported = ridealong("export", str(tmp_path))
+    assert (exported.returncode, exported.stderr) == (0, expected + "2 written\n")
+
+
+def test_lines_of_one_damaged_frame_are_one_place(tmp_path: Path) -> None:
+    shard = tmp_path / "one.jsonl.zst"
+    shard.write_bytes(ShardEncoder().frame([b"{\n", b"[\n"]))
+    told: list[str] = []
+    assert not list(find.exchanges([tmp_path], find.Query(), told.append))
+    assert len(told) == 1 and told[0].startswith("damaged: one.jsonl.zst at 0: ")
+
+
+@pytest.mark.parametrize("command", [["ls"], ["ls", "--json"], ["show", "a1"], ["cat"], ["export"]])
+def test_output_that_can_not_be_written(tmp_path: Path, command: list[str]) -> None:
+    append(tmp_path / "one", [two_turns()])
+    whole = [sys.executable, "-m", "deploy", "traces", *command, str(tmp_path)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            whole, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.stderr == "ridealong traces: standard output: No space left on device\n"
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("command", [["ls", "--json"], ["cat"], ["export"]])
+def test_a_reader_that_has_left_is_no_error(tmp_path: Path, command: list[str]) -> None:
+    append(tmp_path / "one", [two_turns()])
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy", "traces", *command, str(tmp_path)],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("last", ["-3", "0", "x"])
+def test_last_is_a_number_of_calls(tmp_path: Path, last: str) -> None:
+    append(tmp_path / "one", [two_turns()])
+    refused = ridealong("ls", str(tmp_path), "--last", last)
+    assert refused.returncode == 2
+    assert f"argument --last: '{last}' is not a whole number above 0" in refused.stderr
+
+
+def test_redaction_is_for_what_people_read(tmp_path: Path) -> None:
+    append(tmp_path / "one", [two_turns()])
+    config = tmp_path / "ridealong.toml"
+    config.write_text('[daemon]\nredact = ["hammer"]\n')
+    for command in (["show", "a1"], ["export"]):
+        done = ridealong(*command, str(tmp_path), "--config", str(config))
+        assert done.returncode == 0 and "hammer" not in done.stdout
+    assert "hammer" in ridealong("cat", str(tmp_path)).stdout
+    assert "unredacted" in ridealong("cat", "--help").stdout
 
 
 def test_a_query_takes_what_it_names() -> None:

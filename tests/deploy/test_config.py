@@ -1,7 +1,9 @@
 """One TOML file: every key documented, unknown keys and wrong types refused by name."""
 
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import pytest
 
 from deploy import config
@@ -62,3 +64,34 @@ def test_mistakes_are_named(tmp_path: Path, text: str, words: list[str]) -> None
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.toml does not exist"):
         config.load(tmp_path / "nowhere.toml")
+
+
+def _enumerated() -> list[tuple[str, list[str]]]:
+    """Every ``section.key`` whose values are enumerated, with these."""
+    found = []
+    for section in msgspec.structs.fields(config.Config):
+        for key, annotation in get_type_hints(section.type).items():
+            if get_origin(annotation) is Literal:
+                found.append((f"{section.name}.{key}", list(get_args(annotation))))
+    assert len(found) > 10
+    return found
+
+
+@pytest.mark.parametrize(("key", "values"), _enumerated())
+def test_the_values_that_a_key_may_have_are_named(key: str, values: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        config.load(None, {key: "tapp"})
+    assert f"`$.{key}`; allowed: {', '.join(sorted(values))};" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("sidecar.upstreams", [{"urls": ["x"], "credentials": "k"}], "drop, forward, replace"),
+        ("sidecar.intercept", [{"host": "x"}, {"host": "y", "to": 1}], "original, routes"),
+        ("daemon.train_side_calls", ["naming"], "title"),
+    ],
+)
+def test_also_in_lists(key: str, value: list[Any], words: str) -> None:
+    with pytest.raises(UserError, match=f"; allowed: .*{words}"):
+        config.load(None, {key: value})

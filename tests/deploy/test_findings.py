@@ -1,9 +1,10 @@
 """What the doctor makes of a probe."""
 
+import msgspec
 import pytest
 
 from deploy.doctor.findings import Finding, judge, usable
-from deploy.doctor.probes import Answer, Probe, probes, request
+from deploy.doctor.probes import Answer, Model, Probe, probes, request
 from sidecar.traces.record import Exchange, Outcome, Request, Route, Session, TapSource
 
 CHAT = Probe("chat", "streamed", "r")
@@ -74,10 +75,28 @@ def test_one_probe_without_tokens_spoils_the_protocol() -> None:
 def test_every_route_is_probed_in_every_way_it_has() -> None:
     found = probes("tag")
     assert len(found) == len({probe.run for probe in found}) == 15
-    paths: dict[Route, str] = {probe.route: request(probe, "m")[0] for probe in found}
+    paths: dict[Route, str] = {probe.route: request(probe, Model("m"))[0] for probe in found}
     assert paths == {
         "chat": "/v1/chat/completions",
         "completions": "/v1/completions",
         "responses": "/v1/responses",
         "messages": "/v1/messages",
     }
+
+
+@pytest.mark.parametrize(("length", "limit"), [(None, 2000), (32768, 2000), (512, 256)])
+def test_a_call_to_hang_up_on_fits_the_model(length: int | None, limit: int) -> None:
+    for probe in probes("tag"):
+        _, body = request(probe, Model("m", length))
+        asked = body.get("max_tokens", body.get("max_output_tokens"))
+        assert asked == (limit if probe.kind == "cancelled" else 32)
+
+
+def test_why_no_reply_came_is_taken_from_the_record() -> None:
+    failed = msgspec.structs.replace(record("upstream_error"), error="Connect call failed")
+    finding = judge(CHAT, Answer(0, "Server disconnected"), failed, None)
+    assert (
+        finding.problem
+        == "the sidecar's request to http://127.0.0.1:8000 failed: Connect call failed"
+    )
+    assert finding.fix is not None and "start the model server" in finding.fix
